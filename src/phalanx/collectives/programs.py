@@ -1,0 +1,87 @@
+"""The compiled multi-device programs behind cross-device operations.
+
+Each takes one array per replica and device, and runs as one SPMD program with XLA's collectives. Inputs
+are handed over without copying: the replicas' arrays become the shards of a global array that is
+declared replicated although the shards differ, which `shard_map` passes on as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from phalanx.collectives.packing import Packing, plan_packs
+from phalanx.core import compat
+from phalanx.core.reduction import ReduceOp, divide
+from phalanx.core.values import REPLICA_AXIS, Mirrored, place, replica_mesh, replicated_over
+from phalanx.execution.throttle import THROTTLE
+
+Devices = tuple[jax.Device, ...]
+
+
+def all_reduce(
+    op: ReduceOp, columns: Sequence[Sequence[jax.Array]], devices: Devices, packing: Packing
+) -> list[Mirrored]:
+    """Reduce each column, which holds one array per device, onto all devices."""
+    inputs = [_as_global(column, devices) for column in columns]
+    outputs = THROTTLE.dispatch(_all_reduce_program(op, devices, packing), inputs)
+    return [Mirrored.from_global(x) for x in outputs]
+
+
+def all_gather(column: Sequence[jax.Array], devices: Devices, axis: int) -> Mirrored:
+    """Join arrays of one shape, one per device, along `axis` on all devices."""
+    program = _all_gather_program(devices, axis)
+    return Mirrored.from_global(THROTTLE.dispatch(program, _as_global(column, devices)))
+
+
+def _as_global(column: Sequence[jax.Array], devices: Devices) -> jax.Array:
+    pieces = [place(x, d) for x, d in zip(column, devices, strict=True)]
+    return compat.assemble(pieces[0].shape, replicated_over(devices), pieces)
+
+
+def _spmd(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
+    """Compile a per-device function; the extra output tells the throttle that it has finished."""
+    replicated = PartitionSpec()
+    mapped = jax.shard_map(
+        fn, mesh=replica_mesh(devices), in_specs=replicated, out_specs=replicated, check_vma=False
+    )
+    return jax.jit(lambda x: (mapped(x), jnp.int32(0)))
+
+
+@functools.cache
+def _all_reduce_program(op: ReduceOp, devices: Devices, packing: Packing) -> Callable[..., Any]:
+    def program(xs: list[jax.Array]) -> list[jax.Array]:
+        reduced: list[Any] = [None] * len(xs)
+        packs = plan_packs([x.nbytes for x in xs], [x.dtype for x in xs], packing)
+        for pack in packs:
+            if len(pack) == 1:
+                total = lax.psum(xs[pack[0]], REPLICA_AXIS)
+                reduced[pack[0]] = total
+                continue
+            flat = jnp.concatenate([xs[i].ravel() for i in pack])
+            total, start = lax.psum(flat, REPLICA_AXIS), 0
+            for i in pack:
+                reduced[i] = total[start : start + xs[i].size].reshape(xs[i].shape)
+                start += xs[i].size
+        if op is ReduceOp.MEAN:
+            reduced = [divide(x, len(devices)) for x in reduced]
+        return reduced
+
+    return _spmd(program, devices)
+
+
+@functools.cache
+def _all_gather_program(devices: Devices, axis: int) -> Callable[..., Any]:
+    return _spmd(lambda x: lax.all_gather(x, REPLICA_AXIS, axis=axis, tiled=True), devices)
+
+
+@jax.jit
+def add_n(xs: Sequence[jax.Array]) -> jax.Array:
+    """The sum of arrays on one device, from left to right."""
+    return functools.reduce(jnp.add, xs)

@@ -1,0 +1,21 @@
+"""`px.config`: what hardware there is, and how it is split into logical devices."""
+
+from phalanx.core.devices import (
+    LogicalDevice,
+    LogicalDeviceConfiguration,
+    PhysicalDevice,
+    get_logical_device_configuration,
+    list_logical_devices,
+    list_physical_devices,
+    set_logical_device_configuration,
+)
+
+__all__ = [
+    "LogicalDevice",
+    "LogicalDeviceConfiguration",
+    "PhysicalDevice",
+    "get_logical_device_configuration",
+    "list_logical_devices",
+    "list_physical_devices",
+    "set_logical_device_configuration",
+]

@@ -1,0 +1,1 @@
+"""What things mean: contexts, values, variables, strategies. No threads, sockets or files."""

@@ -1,0 +1,66 @@
+"""Where in the user's program a call was made.
+
+Merge points of different replicas belong together if the user's code reached them the same way. That
+way is the chain of call positions from the replica function down to the merge point, with the
+frames of Phalanx and JAX left out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+
+import jax
+
+import phalanx
+
+_HIDDEN = tuple(
+    os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (phalanx, jax)
+)
+# The demo and the public test helpers are programs that use Phalanx, not a part of its machinery.
+_SHOWN = tuple(_HIDDEN[0] + name + os.sep for name in ("cli", "testing"))
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """A position in the user's program; sites compare equal if they were reached the same way."""
+
+    path: tuple[tuple[CodeType, int], ...] = field(repr=False)
+    text: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def call_site(until: CodeType) -> CallSite:
+    """The position of the caller, up to the frame that runs `until`."""
+    path: list[tuple[CodeType, int]] = []
+    text = "an unknown place"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not until:
+        if not is_internal(frame.f_code.co_filename):
+            if not path:
+                text = describe(frame)
+            path.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return CallSite(tuple(path), text)
+
+
+def describe(frame: FrameType) -> str:
+    """A frame as ``file:line in function``."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def where_is(thread_id: int | None) -> str:
+    """The user's line that another thread is executing, for messages about who is late."""
+    frame = sys._current_frames().get(thread_id) if thread_id is not None else None
+    while frame is not None and is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else describe(frame)
+
+
+def is_internal(filename: str) -> bool:
+    """Whether a file belongs to Phalanx or JAX rather than to the user."""
+    return filename.startswith(_HIDDEN) and not filename.startswith(_SHOWN)

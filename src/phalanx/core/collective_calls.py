@@ -1,0 +1,176 @@
+"""Collectives as replicas call them: nests, gradients, and what may be communicated.
+
+Moving the data is left to the strategy's `StrategyExtended`; this module decides what the calls mean.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from phalanx.core import compat
+from phalanx.core.errors import ContextError, UnsupportedError
+from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.operators import operand_of
+from phalanx.core.options import CommunicationOptions, as_communication_options
+from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op
+from phalanx.core.replica_context import MergePoint
+from phalanx.core.structure import leaves, replace_leaves
+
+if TYPE_CHECKING:
+    from phalanx.core.replica_context import ReplicaContext
+
+Arrays = list[jax.Array]
+
+
+def all_reduce(
+    context: ReplicaContext, reduce_op: Any, value: Any, options: CommunicationOptions | None
+) -> Any:
+    """See `ReplicaContext.all_reduce`."""
+    op, options = as_reduce_op(reduce_op), as_communication_options(options)
+    items = leaves(value)
+    sparse = [i for i, x in enumerate(items) if isinstance(x, IndexedSlices)]
+    dense = [i for i, x in enumerate(items) if x is not None and i not in sparse]
+    results = list(items)
+    if dense:
+        operands = [as_operand(operand_of(items[i])) for i in dense]
+        reduced = _differentiably(_AllReduce(context, op, options), operands)
+        for i, x in zip(dense, reduced, strict=True):
+            results[i] = x
+    for i in sparse:
+        point = MergePoint(
+            f"all_reduce({op.name}) of IndexedSlices",
+            lambda strategy, x: strategy.extended._combiner.all_reduce_slices(op, x),
+            (items[i],),
+            {},
+            always_wrap=True,
+        )
+        results[i] = context.meet(point)
+    return replace_leaves(value, results)
+
+
+def all_gather(
+    context: ReplicaContext, value: Any, axis: int, options: CommunicationOptions | None
+) -> Any:
+    """See `ReplicaContext.all_gather`."""
+    options = as_communication_options(options)
+    items = leaves(value)
+    if any(isinstance(x, IndexedSlices) for x in items):
+        raise UnsupportedError(
+            "all_gather does not take IndexedSlices; all_reduce joins their rows over replicas. "
+            f"Received: {value!r}"
+        )
+    results = list(items)
+    for i, x in enumerate(items):
+        if x is not None:
+            gather = _AllGather(context, axis, options)
+            results[i] = _differentiably(gather, [jnp.asarray(operand_of(x))])[0]
+    return replace_leaves(value, results)
+
+
+class _AllReduce:
+    """The sum or mean over replicas. Linear, and its own transpose."""
+
+    def __init__(self, context: ReplicaContext, op: ReduceOp, options: CommunicationOptions) -> None:
+        self.context, self._op, self._options = context, op, options
+
+    def forward(self, xs: Arrays) -> Arrays:
+        point = MergePoint(
+            f"all_reduce({self._op.name}) of {_kinds(xs)}",
+            lambda strategy, *values: strategy.extended._combiner.all_reduce(
+                self._op, list(values), self._options
+            ),
+            tuple(xs),
+            {},
+            always_wrap=True,
+        )
+        return list(self.context.meet(point))
+
+    def backward(self, cotangents: Arrays) -> Arrays:
+        return _differentiably(self, cotangents)
+
+
+class _AllGather:
+    """Concatenation over replicas; backward, each replica's slice of the summed gradients."""
+
+    def __init__(self, context: ReplicaContext, axis: int, options: CommunicationOptions) -> None:
+        self.context, self._axis, self._options = context, axis, options
+        self._part: tuple[int, int, int] | None = None
+
+    def forward(self, xs: Arrays) -> Arrays:
+        point = MergePoint(
+            f"all_gather(axis={self._axis}) of {_kinds(xs)}",
+            lambda strategy, value: strategy.extended._combiner.all_gather(
+                value, self._axis, self._options
+            ),
+            tuple(xs),
+            {},
+            always_wrap=True,
+        )
+        gathered, axis, sizes = self.context.meet(point)
+        me = self.context.replica_index
+        self._part = axis, sum(sizes[:me]), sizes[me]
+        return [gathered]
+
+    def backward(self, cotangents: Arrays) -> Arrays:
+        assert self._part is not None, "the backward pass ran before the forward pass"
+        axis, start, size = self._part
+        reduce = _AllReduce(self.context, ReduceOp.SUM, self._options)
+        total = _differentiably(reduce, cotangents)[0]
+        return [jax.lax.slice_in_dim(total, start, start + size, axis=axis)]
+
+
+_Collective = _AllReduce | _AllGather
+
+
+def _kinds(xs: Sequence[jax.Array]) -> str:
+    """The dtypes of a list of arrays, for telling merge points apart."""
+    return ", ".join(str(x.dtype) for x in xs) if len(xs) <= 4 else f"{len(xs)} arrays"
+
+
+def _differentiably(call: _Collective, xs: Arrays) -> Arrays:
+    """Run a collective, with its own gradient where `xs` are being differentiated.
+
+    The rule meets the other replicas once in the forward pass and once in the backward pass, each
+    time with known values. Arrays that are being staged into a program have no values to meet
+    with. If `Strategy.run` itself is being transformed, the plain computation is differentiated.
+    """
+    context = call.context
+    if context.num_replicas_in_sync == 1 or context.under_outer_trace:
+        return call.forward(xs)
+    if any(compat.is_staged(x) for x in xs):
+        raise ContextError(
+            "A collective was called while its replica was staging a program (jax.jit, lax.scan, "
+            "lax.cond or jax.vmap inside an eagerly run replica function). Replicas that run "
+            "eagerly can only meet with known values: call the collective outside of the staged "
+            "function."
+        )
+    if any(compat.is_tracer(x) for x in xs):
+        return list(_with_gradient(call, tuple(xs)))
+    return call.forward(xs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient(call: _Collective, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(call.forward(list(xs)))
+
+
+def _forward_rule(call: _Collective, xs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
+    # The arguments are tracers again if this is a gradient of a gradient.
+    return tuple(_differentiably(call, [jnp.asarray(x) for x in xs])), None
+
+
+def _backward_rule(
+    call: _Collective, _: None, cotangents: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...]]:
+    # Integer arrays have no gradient: JAX hands in, and takes back, a placeholder for them.
+    follows = [jnp.issubdtype(c.dtype, jnp.inexact) for c in cotangents]
+    reduced = iter(call.backward([c for c, ok in zip(cotangents, follows, strict=True) if ok]))
+    return (tuple(next(reduced) if ok else c for c, ok in zip(cotangents, follows, strict=True)),)
+
+
+_with_gradient.defvjp(_forward_rule, _backward_rule)

@@ -1,0 +1,250 @@
+"""Combining the values of replicas: reductions and gathers, for every kind of value.
+
+Which values can be summed, averaged or joined is decided here once, for any number of replicas. Moving
+the data is left to a `Communicator`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.core import compat
+from phalanx.core.distributed_variables import CopiedVariable
+from phalanx.core.errors import (
+    InvalidOperandError,
+    InvalidValueError,
+    MirroredReductionError,
+    UnsupportedError,
+)
+from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.operators import operand_of
+from phalanx.core.options import CommunicationOptions
+from phalanx.core.reduction import (
+    Axes,
+    ReduceOp,
+    as_operand,
+    check_alike,
+    check_gather_axis,
+    check_gather_shapes,
+    divide,
+    local_count,
+    local_sum,
+)
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica, device_of
+from phalanx.core.variables import Variable
+
+
+class Communicator(Protocol):
+    """Who moves and reduces data between devices; `phalanx.CrossDeviceOps` is one."""
+
+    def reduce(
+        self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: Any = None
+    ) -> Any:
+        """Reduce one value onto the devices of `destinations`."""
+        ...
+
+    def batch_reduce(
+        self, reduce_op: ReduceOp, value_destination_pairs: Sequence[Any], options: Any = None
+    ) -> list[Any]:
+        """Reduce several values in few messages."""
+        ...
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Copy a value to the devices of `destinations`."""
+        ...
+
+    def gather(self, per_replica_value: Any, destinations: Any, axis: int, options: Any = None) -> Any:
+        """Join the components of a value along `axis`."""
+        ...
+
+
+Pair = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Combiner:
+    """The rules, for a number of replicas and a way to move their data."""
+
+    replicas: int
+    communicator: Communicator
+
+    # -- reductions -----------------------------------------------------------------------------
+
+    def reduce_to(
+        self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Reduce one value onto the devices of `destinations`."""
+        value = copies_of(value)
+        if isinstance(value, PerReplica):
+            if _is_traced(value):
+                return _reduce_traced(op, value)
+            return self.communicator.reduce(op, value, destinations, options)
+        return self.communicator.broadcast(self.reduce_undistributed(op, value), destinations)
+
+    def batch_reduce_to(
+        self, op: ReduceOp, pairs: Sequence[Pair], options: CommunicationOptions
+    ) -> list[Any]:
+        """Reduce several values, those that differ between replicas together."""
+        values = [copies_of(value) for value, _ in pairs]
+        together = [i for i, v in enumerate(values) if isinstance(v, PerReplica) and not _is_traced(v)]
+        batch = [(values[i], pairs[i][1]) for i in together]
+        reduced = self.communicator.batch_reduce(op, batch, options) if batch else []
+        results = dict(zip(together, reduced, strict=True))
+        return [
+            results[i] if i in results else self.reduce_to(op, values[i], pairs[i][1], options)
+            for i in range(len(pairs))
+        ]
+
+    def reduce_undistributed(self, op: ReduceOp, value: Any) -> Any:
+        """The reduction of a value that does not differ between replicas.
+
+        Its mean is the value. It has no sum, because it is not said whether it should count once or
+        once per replica; zeros and single replicas are unambiguous.
+        """
+        if isinstance(value, Mirrored):
+            if op is ReduceOp.SUM and self.replicas > 1:
+                raise MirroredReductionError(
+                    "A mirrored value is one value with a copy per replica, so it has no sum over "
+                    "replicas. Use MEAN to get the value, or multiply it by the number of "
+                    f"replicas. Received: {value!r}"
+                )
+            return value.values[0]
+        value = operand_of(value)
+        if op is ReduceOp.MEAN or self.replicas == 1 or _is_zero(value):
+            return value
+        raise InvalidValueError(
+            f"This value is not distributed: it is one object for all {self.replicas} replicas, so "
+            "it does not say whether it should count once or once per replica. Give each replica "
+            "a value of its own, or multiply by the number of replicas. "
+            f"Received: {value!r} for ReduceOp.SUM"
+        )
+
+    def reduce(self, op: ReduceOp, value: Any, axes: Axes | None, device: jax.Device) -> Any:
+        """Reduce one value over replicas, and over `axes` within each, to an array on `device`."""
+        value = copies_of(value)
+        if axes is not None:
+            return self._reduce_axes(op, value, axes, device)
+        if isinstance(value, DistributedValues):
+            return self.reduce_to(op, value, device)
+        reduced = self.reduce_undistributed(op, value)
+        return reduced if isinstance(reduced, IndexedSlices) else as_operand(reduced)
+
+    def _reduce_axes(self, op: ReduceOp, value: Any, axes: Axes, device: jax.Device) -> Any:
+        """Sums over axes in each replica, then over replicas; a mean divides by the true count."""
+        items = value.values if isinstance(value, PerReplica) else (value,)
+        components = [as_operand(operand_of(x)) for x in items]
+        sums = []
+        for x in components:
+            with jax.default_device(device_of(x)):
+                sums.append(local_sum(x, axes))
+        check_alike(sums, "Strategy.reduce over an axis")
+        if len(sums) > 1:
+            total = self.reduce_to(ReduceOp.SUM, PerReplica(sums), device)
+        else:  # the same on all replicas
+            total = sums[0] if op is ReduceOp.MEAN else sums[0] * self.replicas
+        count = sum(local_count(x, axes) for x in components)
+        return divide(total, count) if op is ReduceOp.MEAN else total
+
+    def reduce_for_update(self, op: ReduceOp, values: Any, variable: Variable) -> Any:
+        """Aggregate what replicas write to a variable, onto its devices."""
+        if not isinstance(values, PerReplica):
+            return self.reduce_undistributed(op, values)
+        if not isinstance(values.values[0], IndexedSlices):
+            values = PerReplica([as_operand(x) for x in values.values])
+        return self.communicator.reduce(op, values, variable)
+
+    # -- gathers --------------------------------------------------------------------------------
+
+    def gather(self, value: Any, axis: Any, device: jax.Device) -> Any:
+        """Join the components of a value on one device; plain values are returned as they are."""
+        value = copies_of(value)
+        items = value.values if isinstance(value, DistributedValues) else (value,)
+        if any(isinstance(x, IndexedSlices) for x in items):
+            raise UnsupportedError(
+                "gather does not take IndexedSlices; strategy.reduce joins their rows over "
+                f"replicas. Received: {value!r}"
+            )
+        if not isinstance(value, DistributedValues):
+            return value
+        return self._join(value, axis, "Strategy.gather", device, None)[0]
+
+    def _join(
+        self, value: DistributedValues, axis: Any, what: str, destinations: Any, options: Any
+    ) -> tuple[Any, int, list[int]]:
+        components = [_gatherable(x, what) for x in value.values]
+        axis = check_gather_axis(axis, [x.ndim for x in components], what)
+        check_gather_shapes([x.shape for x in components], axis, what)
+        sizes = [x.shape[axis] for x in components]
+        if len(components) == 1:
+            return components[0], axis, sizes
+        if _is_traced(value):
+            return jnp.concatenate(components, axis=axis), axis, sizes
+        joined = self.communicator.gather(PerReplica(components), destinations, axis, options)
+        return joined, axis, sizes
+
+    # -- collectives that replicas call (see phalanx.core.collective_calls) ---------------------
+
+    def all_reduce(
+        self, op: ReduceOp, values: Sequence[Any], options: CommunicationOptions
+    ) -> list[Any]:
+        """Reduce each value onto the devices of its own components."""
+        if self.replicas == 1:
+            return [divide(v, 1) if op is ReduceOp.MEAN else v for v in values]
+        for value in values:
+            check_alike(value.values, "all_reduce")
+        return self.batch_reduce_to(op, [(v, v) for v in values], options)
+
+    def all_reduce_slices(self, op: ReduceOp, value: Any) -> Any:
+        """Join sparse rows on every replica."""
+        if self.replicas == 1:
+            return value
+        rows = PerReplica([s.values for s in value.values])
+        return self.communicator.reduce(op, value, rows)
+
+    def all_gather(
+        self, value: Any, axis: Any, options: CommunicationOptions
+    ) -> tuple[Any, int, list[int]]:
+        """Join a value on every replica; also gives the axis and each replica's size along it."""
+        value = value if isinstance(value, PerReplica) else PerReplica([value])
+        return self._join(value, axis, "all_gather", value, options)
+
+
+def copies_of(value: Any) -> Any:
+    """The distributed value behind a variable with copies; other values as they are."""
+    return value._value if isinstance(value, CopiedVariable) else value
+
+
+def _is_traced(value: DistributedValues) -> bool:
+    return any(compat.is_tracer(x) for x in value.values)
+
+
+def _reduce_traced(op: ReduceOp, value: DistributedValues) -> jax.Array:
+    """A reduction inside `jax.grad` of `Strategy.run`: plain arithmetic, which JAX can transform."""
+    total = functools.reduce(jnp.add, [as_operand(x) for x in value.values])
+    return divide(total, len(value.values)) if op is ReduceOp.MEAN else total
+
+
+def _gatherable(x: Any, what: str) -> jax.Array:
+    try:
+        return jnp.asarray(operand_of(x))
+    except (TypeError, ValueError):
+        raise InvalidOperandError(
+            f"{what} needs arrays. Received: {x!r} of type {type(x).__name__}"
+        ) from None
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, jax.Array) and compat.is_tracer(value):
+        return False
+    try:
+        host = np.asarray(value)
+    except (TypeError, ValueError):
+        return False
+    return host.dtype.kind in "biufc" and not np.any(host)

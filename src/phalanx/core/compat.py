@@ -1,0 +1,153 @@
+"""Every private or experimental JAX call, in one place.
+
+Phalanx pins ``jax>=0.10.2,<0.11``. When that range moves, this module is the one to look at: nothing
+else in the package imports from ``jax._src`` or relies on undocumented behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import array as _array
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src import xla_bridge as _bridge
+from jax._src.interpreters import pxla as _pxla
+from jax.sharding import Sharding
+
+# -- backends -----------------------------------------------------------------------------------
+
+
+def backends_are_initialized() -> bool:
+    """Whether JAX has started its backends, after which the device count is fixed."""
+    return bool(_bridge.backends_are_initialized())
+
+
+def platform_may_exist(platform: str) -> bool:
+    """Whether a backend for `platform` could start, judged without starting any backend."""
+    aliases = {"gpu": ("gpu", "cuda", "rocm")}.get(platform, (platform,))
+    return any(name in _bridge._backend_factories for name in aliases)
+
+
+# -- arrays -------------------------------------------------------------------------------------
+
+
+def uncommitted(x: jax.Array) -> jax.Array:
+    """The same buffer as `x`, free to follow the computation to another device.
+
+    JAX refuses to combine arrays that are *committed* to different devices. TensorFlow copies
+    silently, and ported code relies on it (``sum(strategy.experimental_local_results(x))``), so
+    the single-device arrays that Phalanx hands out are uncommitted. No copy is made.
+    """
+    if isinstance(x, _core.Tracer) or not getattr(x, "_committed", False):
+        return x
+    return _array.ArrayImpl(x.aval, x.sharding, x._arrays, committed=False)  # type: ignore[attr-defined]
+
+
+def assemble(shape: tuple[int, ...], sharding: Sharding, pieces: Sequence[jax.Array]) -> jax.Array:
+    """One global array over `sharding` from its single-device pieces, without copying.
+
+    Like `jax.make_array_from_single_device_arrays` but about four times cheaper, because the caller
+    has already made sure that shapes, dtypes and devices fit.
+    """
+    aval = _core.ShapedArray(shape, pieces[0].dtype)
+    buffers = [piece._arrays[0] for piece in pieces]  # type: ignore[attr-defined]
+    return _array.ArrayImpl(aval, sharding, buffers, committed=True, _skip_checks=True)
+
+
+def pieces(x: jax.Array) -> list[jax.Array]:
+    """The single-device arrays behind a global array, in device order, without copying."""
+    return [shard.data for shard in x.addressable_shards]
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether `x` stands for a value inside a JAX transformation."""
+    return isinstance(x, _core.Tracer)
+
+
+def is_staged(x: Any) -> bool:
+    """Whether `x` is being staged into a program (`jit`, `scan`, …), so has no value yet.
+
+    Tracers of `grad` and `jvp` outside of `jit` are not staged: their primal values are known.
+    """
+    while isinstance(x, _core.Tracer):
+        inner = getattr(x, "primal", None)
+        if inner is None:
+            return True
+        x = inner
+    return False
+
+
+def tracing() -> bool:
+    """Whether the calling thread is inside any JAX transformation."""
+    return _core.trace_ctx.trace is not _core.eval_trace
+
+
+# -- types that JAX should accept as arrays -----------------------------------------------------
+
+
+def register_array_like(cls: type, read: Callable[[Any], jax.Array]) -> None:
+    """Let JAX functions take instances of `cls` wherever they take arrays.
+
+    ``__jax_array__`` alone no longer does this: since 0.10 it is only honoured where a function
+    converts explicitly. Registering the type (rather than making it a pytree node) keeps instances
+    whole in `jax.tree.map`, so trees of variables stay trees of variables.
+    """
+
+    def aval(x: Any) -> Any:
+        return _core.typeof(read(x))
+
+    def shard(xs: Sequence[Any], *rest: Any) -> Any:
+        arrays = [read(x) for x in xs]
+        return _pxla.shard_arg_handlers[type(arrays[0])](arrays, *rest)
+
+    _core.pytype_aval_mappings[cls] = aval
+    _dtypes.canonicalize_value_handlers[cls] = read
+    _pxla.shard_arg_handlers[cls] = shard
+
+
+# -- thread state -------------------------------------------------------------------------------
+
+_EXTRA_STATE = (
+    _config.mesh_context_manager,
+    _config.abstract_mesh_context_manager,
+    _config.device_context,
+    _config.compute_on_context_manager,
+    _config.xla_metadata_context_manager,
+)
+
+
+class ThreadState:
+    """JAX's thread-local settings, captured in one thread to be used in another.
+
+    ``with jax.enable_x64():`` and its relatives set thread-local state that new threads do not
+    inherit. Replica threads must see what their caller sees, or replicas would compute different
+    things; that includes the transformation that is going on (`jax.grad` around `Strategy.run`).
+    """
+
+    def __init__(self) -> None:
+        unset = _config.config_ext.unset
+        states = (*_config.config_states.values(), *_EXTRA_STATE)
+        local = ((state, state.get_local()) for state in states)
+        self._settings = [(state, value) for state, value in local if value is not unset]
+        self._trace = _core.trace_ctx.trace
+        self._axis_env = _core.trace_ctx.axis_env
+
+    def apply(self) -> None:
+        """Install the captured settings in the calling thread."""
+        for state, value in self._settings:
+            state.set_local(value)
+            hook = getattr(state, "_update_thread_local_hook", None)
+            if hook is not None:
+                hook(value)
+        _core.trace_ctx.set_trace(self._trace)
+        _core.trace_ctx.set_axis_env(self._axis_env)
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array in JAX's sense: a `jax.Array`, a tracer or a NumPy array."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic)

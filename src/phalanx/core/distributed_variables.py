@@ -1,0 +1,368 @@
+"""The kinds of variables that strategies with several replicas make.
+
+`MirroredVariable` keeps one equal copy per replica and aggregates writes. `SyncOnReadVariable` lets
+copies differ and aggregates reads. `AggregatingVariable` is one copy for all replicas. What replicas
+write is combined by the rules of `phalanx.core.synchronization`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from phalanx.core import context as ctx
+from phalanx.core.devices import short_name
+from phalanx.core.errors import DivergenceError, InvalidValueError, UnsupportedError
+from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.reduction import ReduceOp
+from phalanx.core.replica_context import MergePoint
+from phalanx.core.structure import map_nest
+from phalanx.core.synchronization import (
+    VariableAggregation,
+    VariableSynchronization,
+    check_scatter,
+    copy_value_for_read_sum,
+)
+from phalanx.core.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    place,
+    same_value,
+)
+from phalanx.core.variables import Variable, VariableSpec, apply_update
+
+if TYPE_CHECKING:
+    from phalanx.core.strategy import Strategy
+
+
+class ReplicaVariable(Variable):
+    """One copy of a variable that has several: a view, for reading and updating that copy."""
+
+    def __init__(self, container: CopiedVariable, index: int) -> None:
+        self._set_up(container._spec, container._strategy, container._devices[index])
+        self._value = None  # the container holds it
+        self.replica_container = container
+        self._index = index
+
+    @property
+    def name(self) -> str:
+        """The name of the variable, with the replica for all copies but the first."""
+        suffix = f"/replica_{self._index}" if self._index else ""
+        return f"{self._spec.name}{suffix}:0"
+
+    def _read(self) -> jax.Array:
+        return self.replica_container._copy(self._index)
+
+    def _store(self, new: jax.Array) -> None:
+        self.replica_container._store_copy(self._index, new)
+
+
+class CopiedVariable(Variable, DistributedValues):
+    """Base of the variables that have a copy on each replica's device."""
+
+    _holder: type[Mirrored] | type[PerReplica]
+
+    def __init__(self, spec: VariableSpec, strategy: Strategy, devices: tuple[jax.Device, ...]) -> None:
+        self._set_up(spec, strategy, devices[0])
+        self._devices = devices
+        self._value = self._holder([place(spec.value, d) for d in devices])
+
+    @functools.cached_property
+    def _views(self) -> tuple[ReplicaVariable, ...]:
+        return tuple(ReplicaVariable(self, i) for i in range(len(self._devices)))
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The copies, as variables of their own."""
+        return self._views
+
+    @property
+    def handle(self) -> Variable:
+        """The copy of the current replica; there is none in cross-replica context."""
+        index = self._here()
+        if index is None:
+            raise InvalidValueError(
+                "A variable with several copies has no single handle in cross-replica context. Use "
+                f"variable.values to get at the copies. Received: {self.name!r}"
+            )
+        return self._views[index]
+
+    def _here(self) -> int | None:
+        """The copy that the current context belongs to; None where all are seen at once."""
+        mode = ctx.current_mode()
+        if mode.strategy is not self._strategy:
+            return None
+        return mode.update_index if mode.replica_context is None else mode.replica_context.replica_index
+
+    def _copy(self, index: int) -> jax.Array:
+        value: jax.Array = self._value.values[index]
+        return value
+
+    def _store_copy(self, index: int, new: jax.Array) -> None:
+        copies = list(self._value.values)
+        copies[index] = place(new, self._devices[index])
+        self._set(self._holder(copies))
+
+    def _set(self, value: Mirrored | PerReplica) -> None:
+        journal = ctx.current_mode().journal
+        if journal is not None:
+            journal.setdefault(self, self._value)
+        self._value = value
+
+    def _on_copies(self, method: str, operand: Any) -> None:
+        """Update every copy, each with its own component of the operand."""
+        copies = []
+        for i, (old, device) in enumerate(zip(self._value.values, self._devices, strict=True)):
+            mine = map_nest(functools.partial(_component, index=i), operand)
+            with jax.default_device(device):
+                copies.append(place(apply_update(method, old, mine), device))
+        self._set(self._holder(copies))
+
+    def _check_access(self, what: str) -> None:
+        assert self._strategy is not None
+        ctx.require_same_strategy(self._strategy, what)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        clone = super().__deepcopy__(memo)
+        clone.__dict__.pop("_views", None)
+        return clone
+
+    def __repr__(self) -> str:
+        body = ",\n".join(f"  {i}: {v!r}" for i, v in enumerate(self.values))
+        return f"{type(self).__name__}:{{\n{body}\n}}"
+
+    __str__ = __repr__
+    __hash__ = Variable.__hash__
+    __eq__ = Variable.__eq__
+
+
+class MirroredVariable(CopiedVariable):
+    """A variable with one equal copy per replica.
+
+    In replica context it is read locally and written together: all replicas meet, and the
+    aggregation makes one value of theirs. In cross-replica context it is the first copy when read,
+    and writes go to all copies.
+
+    Example:
+        >>> import phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> with strategy.scope():
+        ...     x = px.Variable(1.0)
+        >>> x
+        MirroredVariable:{
+          0: <px.Variable 'Variable:0' shape=() dtype=float32, numpy=1.0>,
+          1: <px.Variable 'Variable/replica_1:0' shape=() dtype=float32, numpy=1.0>
+        }
+    """
+
+    _holder = Mirrored
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """Always ON_WRITE."""
+        return VariableSynchronization.ON_WRITE
+
+    def _read(self) -> jax.Array:
+        return self._copy(self._here() or 0)
+
+    def _update(self, method: str, operand: Any) -> Any:
+        replica = ctx.active_replica()
+        if replica is not None:
+            return update_together(self, replica, method, operand)
+        here = self._here()
+        if here is not None:  # inside StrategyExtended.update
+            self._store_copy(here, apply_update(method, self._copy(here), _component(operand, here)))
+            return self
+        self._write(method, self._checked_operand(method, operand))
+        return self._value
+
+    def _write(self, method: str, operand: Any) -> None:
+        self._on_copies(method, operand)
+
+    def _checked_operand(self, method: str, operand: Any) -> Any:
+        if isinstance(operand, Mirrored) and len(operand.values) == len(self._devices):
+            self._checked(method, operand.values[0])
+            return operand
+        if isinstance(operand, DistributedValues):
+            return self._checked(method, require_same(operand, self, method))
+        return operand
+
+
+class SyncOnReadVariable(CopiedVariable):
+    """A variable whose copies belong to the replicas, brought together when it is read.
+
+    In replica context reads and writes are local. In cross-replica context reading aggregates the
+    copies, and assigning spreads a value so that reading gives it back.
+    """
+
+    _holder = PerReplica
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """Always ON_READ."""
+        return VariableSynchronization.ON_READ
+
+    def _read(self) -> jax.Array:
+        here = self._here()
+        if here is not None:
+            return self._copy(here)
+        kind = self.aggregation
+        if kind is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self._copy(0)
+        if kind is VariableAggregation.NONE:
+            raise InvalidValueError(
+                f"The copies of variable {self.name!r} may differ and its aggregation is NONE, so it "
+                "has no single value in cross-replica context. Look at the copies with "
+                "strategy.experimental_local_results, or choose an aggregation. "
+                f"Received: a read of {self.name!r}"
+            )
+        assert self._strategy is not None
+        op = ReduceOp.from_variable_aggregation(kind)
+        result: jax.Array = self._strategy.extended._reduce(op, self._value, None)
+        return result
+
+    def _update(self, method: str, operand: Any) -> Any:
+        if isinstance(operand, IndexedSlices):
+            raise UnsupportedError(
+                f"{method} is not defined for variables that are synchronized on read. "
+                f"Received: variable {self.name!r}"
+            )
+        here = self._here()
+        if here is not None:
+            operand = _component(operand, here)
+            self._store_copy(here, apply_update(method, self._copy(here), operand))
+            return self
+        self._check_cross_replica(method)
+        if isinstance(operand, DistributedValues):
+            operand = PerReplica([self._checked(method, v) for v in operand.values])
+        elif self.aggregation is VariableAggregation.SUM:
+            operand = copy_value_for_read_sum(operand, len(self._devices), self.dtype)
+        self._on_copies(method, operand)
+        return self._value
+
+    def _check_cross_replica(self, method: str) -> None:
+        kind = self.aggregation
+        if kind is VariableAggregation.NONE:
+            raise InvalidValueError(
+                f"Variable {self.name!r} has the aggregation NONE, so {method} in cross-replica "
+                "context does not say what each copy gets. Write it inside strategy.run. "
+                f"Received: {method} of {self.name!r}"
+            )
+        if kind is VariableAggregation.SUM and method != "assign":
+            raise InvalidValueError(
+                f"Variable {self.name!r} is the sum of its copies, so {method} in cross-replica "
+                "context does not say which copy should change. Use assign, or write it inside "
+                f"strategy.run. Received: {method} of {self.name!r}"
+            )
+
+
+class AggregatingVariable(Variable):
+    """One copy of a variable for all replicas, on a device of its own.
+
+    Replicas read it across devices; what they write is aggregated and applied once.
+    """
+
+    def __init__(self, spec: VariableSpec, strategy: Strategy, device: jax.Device) -> None:
+        self._set_up(spec, strategy, device)
+
+    def _read(self) -> jax.Array:
+        value: jax.Array = self._value
+        replica = ctx.active_replica()
+        if replica is not None and replica.strategy is self._strategy and replica.device:
+            return place(value, replica.device)
+        return value
+
+    def _check_access(self, what: str) -> None:
+        assert self._strategy is not None
+        ctx.require_same_strategy(self._strategy, what)
+
+    def _update(self, method: str, operand: Any) -> Any:
+        replica = ctx.active_replica()
+        if replica is not None:
+            return update_together(self, replica, method, operand)
+        if isinstance(operand, DistributedValues):
+            operand = self._checked(method, require_same(operand, self, method))
+        self._write(method, operand)
+        return self
+
+    def _write(self, method: str, operand: Any) -> None:
+        assert self._device is not None
+        operand = map_nest(lambda x: _component(x, 0), operand)
+        with jax.default_device(self._device):
+            new = apply_update(method, self._value, operand)
+        journal = ctx.current_mode().journal
+        if journal is not None:
+            journal.setdefault(self, self._value)
+        self._store(new)
+
+    __hash__ = Variable.__hash__
+    __eq__ = Variable.__eq__
+
+
+# -- writing from replicas ----------------------------------------------------------------------
+
+
+def update_together(
+    variable: MirroredVariable | AggregatingVariable, replica: Any, method: str, operand: Any
+) -> Any:
+    """Let all replicas meet and write one aggregated value."""
+    kind = variable.aggregation
+    if isinstance(operand, IndexedSlices):
+        check_scatter(method, kind, variable.name)
+
+    def write(strategy: Strategy, values: Any) -> None:
+        variable._write(method, aggregate(variable, strategy, method, values))
+
+    point = MergePoint(f"{method} of variable {variable.name!r}", write, (operand,), {})
+    replica.meet(point)
+    return variable
+
+
+def aggregate(variable: Variable, strategy: Strategy, method: str, values: Any) -> Any:
+    """One operand from the operands of all replicas.
+
+    `values` is `PerReplica`, or plain if every replica wrote the very same object. A plain value
+    has no sum: whether it should count once or once per replica is not said.
+    """
+    kind = variable.aggregation
+    if strategy.num_replicas_in_sync == 1:
+        return _component(values, 0)
+    if kind is VariableAggregation.NONE:
+        return require_same(values, variable, method)
+    if kind is VariableAggregation.ONLY_FIRST_REPLICA:
+        return _component(values, 0)
+    op = ReduceOp.from_variable_aggregation(kind)
+    return strategy.extended._combiner.reduce_for_update(op, values, variable)
+
+
+def require_same(value: Any, variable: Variable, method: str) -> Any:
+    """The one value that all components hold; an error if they differ."""
+    if not isinstance(value, DistributedValues):
+        return value
+    first, *others = value.values
+    for i, other in enumerate(others, start=1):
+        if not same_value(first, other):
+            raise DivergenceError(
+                f"{method} of variable {variable.name!r} would write different values to copies "
+                "that must stay equal, and its aggregation is NONE. Create it with "
+                "aggregation=px.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or with "
+                "synchronization=px.VariableSynchronization.ON_READ. Received: "
+                f"{_brief(first)} on replica 0 and {_brief(other)} on replica {i}"
+            )
+    return first
+
+
+def _component(x: Any, index: int) -> Any:
+    return x.component(index) if isinstance(x, Mirrored | PerReplica) else x
+
+
+def _brief(x: Any) -> str:
+    if isinstance(x, jax.Array):
+        where = f" ({short_name(next(iter(x.devices())))})" if len(x.devices()) == 1 else ""
+        text = np.array2string(np.asarray(x), threshold=6)
+        return f"{text}{where}"
+    return repr(x)

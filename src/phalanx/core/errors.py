@@ -1,0 +1,177 @@
+"""The exception tree.
+
+Every error that Phalanx raises on purpose is a `PhalanxError`, and is also the builtin that
+`tf.distribute` raises at the same place, so ported ``except`` clauses keep working. Each docstring
+says when the error happens, whose fault it usually is, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PhalanxError(Exception):
+    """Root of all errors that Phalanx raises on purpose."""
+
+
+# -- contexts -----------------------------------------------------------------------------------
+
+
+class ContextError(PhalanxError, RuntimeError):
+    """A method was called in the wrong context.
+
+    For example `Strategy.run` inside a function that already runs on a replica. The message says
+    which context is needed and how to get there.
+    """
+
+
+class StrategyMismatchError(ContextError):
+    """Objects of two different strategies were mixed.
+
+    A scope was entered inside another strategy's scope, or a variable was used in the scope of a
+    strategy that did not create it.
+    """
+
+
+class ReplicaAborted(BaseException):
+    """Raised inside a replica that must stop because another replica failed.
+
+    Derives from `BaseException` so that a broad ``except Exception`` in user code does not keep
+    a replica running whose peers are gone. It never reaches the caller of `Strategy.run`.
+    """
+
+
+# -- replicas that disagree ---------------------------------------------------------------------
+
+
+class MergeMismatchError(PhalanxError, RuntimeError):
+    """Replicas met at merge points that do not belong together.
+
+    One replica made a different number of `merge_call`s (or collectives, or aggregated variable
+    updates) than another, in another order, or of another kind. The message names both call
+    sites. Usually a Python branch on the replica id surrounds a collective: compute inside the
+    branch, communicate outside it.
+    """
+
+
+class StructureMismatchError(PhalanxError, AssertionError):
+    """Replicas returned, or merged, nests of different structure."""
+
+
+class DivergenceError(PhalanxError, ValueError):
+    """Replicas tried to write different values into a variable that mirrors one value.
+
+    Choose an aggregation (SUM, MEAN, ONLY_FIRST_REPLICA) for the variable, or create it with
+    ``synchronization=ON_READ`` if every replica is meant to keep a value of its own.
+    """
+
+
+# -- arguments ----------------------------------------------------------------------------------
+
+
+class InvalidValueError(PhalanxError, ValueError):
+    """An argument has the right type but a value that cannot work."""
+
+
+class InvalidTypeError(PhalanxError, TypeError):
+    """An argument has a type that cannot work."""
+
+
+class InvalidOperandError(InvalidTypeError, AttributeError):
+    """A value that is no array was given where arrays are communicated.
+
+    Also an `AttributeError`, which is what TensorFlow's implementation ends in.
+    """
+
+
+class InvalidReduceOpError(InvalidTypeError, AssertionError):
+    """The reduction is neither a `ReduceOp` nor its name."""
+
+
+class MirroredReductionError(PhalanxError, AssertionError):
+    """A sum was asked of a value that is the same on all replicas by construction."""
+
+
+class InvalidDestinationError(InvalidTypeError, AssertionError, AttributeError):
+    """The destination of a reduction or broadcast is not a device, a value or a variable."""
+
+
+class DuplicateDeviceError(InvalidValueError, AssertionError):
+    """A device was listed twice. Each replica needs a device of its own."""
+
+
+class ForeignVariableError(InvalidValueError, AssertionError):
+    """A variable was given to a strategy that did not create it."""
+
+
+class UnsupportedError(PhalanxError, NotImplementedError):
+    """The combination asked for has no meaning; the message says what to use instead."""
+
+
+# -- the status codes that ported code catches (`tf.errors.X` is `px.errors.X`) -----------------
+
+
+class OpError(PhalanxError):
+    """Base of the errors named after TensorFlow's status codes."""
+
+
+class CancelledError(OpError):
+    """The operation was cancelled before it finished."""
+
+
+class UnknownError(OpError):
+    """An error without a better class, for example from another process."""
+
+
+class InvalidArgumentError(OpError, ValueError):
+    """Arrays do not fit together: shapes, dtypes or ranks differ where they must agree."""
+
+
+class DeadlineExceededError(OpError, TimeoutError):
+    """A wait reached its deadline. The message names who was missing and where they were."""
+
+
+class NotFoundError(OpError, LookupError):
+    """Something that was asked for by name does not exist."""
+
+
+class AlreadyExistsError(OpError):
+    """Something that should be created exists already."""
+
+
+class PermissionDeniedError(OpError, PermissionError):
+    """The caller is not allowed to do this."""
+
+
+class UnauthenticatedError(OpError, PermissionError):
+    """The caller did not show a valid token."""
+
+
+class ResourceExhaustedError(OpError):
+    """Memory, queue space or another resource has run out."""
+
+
+class FailedPreconditionError(OpError, RuntimeError):
+    """The system is not in the state that the operation needs."""
+
+
+class AbortedError(OpError):
+    """The operation was stopped part-way, usually because a peer failed."""
+
+
+class OutOfRangeError(OpError, IndexError):
+    """The end of the input was reached."""
+
+
+class UnimplementedError(OpError, NotImplementedError):
+    """The operation does not exist on this platform."""
+
+
+class InternalError(OpError):
+    """A broken invariant inside Phalanx. Please report it."""
+
+
+class UnavailableError(OpError, ConnectionError):
+    """A peer cannot be reached, or died."""
+
+
+class DataLossError(OpError):
+    """Stored data is corrupt or truncated."""

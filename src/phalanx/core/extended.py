@@ -1,0 +1,425 @@
+"""`StrategyExtended`: what a strategy does, for code that must know about distribution.
+
+The rules are here, once, for any number of replicas. A concrete strategy says which devices there are,
+which variables it makes, how it runs functions and who moves data between devices.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from phalanx.core import context as ctx
+from phalanx.core.combining import Combiner, Communicator
+from phalanx.core.destinations import destination_devices
+from phalanx.core.devices import device_name
+from phalanx.core.distributed_variables import (
+    AggregatingVariable,
+    CopiedVariable,
+    MirroredVariable,
+    require_same,
+)
+from phalanx.core.errors import (
+    ContextError,
+    ForeignVariableError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+)
+from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.operators import operand_of
+from phalanx.core.options import CommunicationOptions, ValueContext, as_communication_options
+from phalanx.core.reduction import Axes, ReduceOp, as_reduce_op
+from phalanx.core.replica_context import MergePoint
+from phalanx.core.structure import leaves, map_nest, merge_nests
+from phalanx.core.values import Mirrored, PerReplica, place, regroup, select_replica
+from phalanx.core.variables import Variable, VariableSpec
+
+if TYPE_CHECKING:
+    from phalanx.core.strategy import Strategy
+
+
+class StrategyExtended:
+    """Additional methods of a strategy, for optimizers, layers and other distribution-aware code.
+
+    Get it from `Strategy.extended`. To implement a strategy, derive from this class and override the
+    hooks that are marked as such.
+    """
+
+    _wraps_values = True
+    """Whether values made by functions are wrapped even if there is one replica only."""
+
+    def __init__(self, container_strategy: Strategy) -> None:
+        self._strategy: Strategy = container_strategy
+        self._get_next_as_optional = False
+
+    def _container_strategy(self) -> Strategy:
+        return self._strategy
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    @property
+    def _replica_devices(self) -> tuple[jax.Device, ...]:
+        """Hook: the device of each replica."""
+        raise UnsupportedError(f"{type(self).__name__} does not say where its replicas are")
+
+    @property
+    def _communicator(self) -> Communicator:
+        """Hook: who moves data between the devices."""
+        raise UnsupportedError(f"{type(self).__name__} has no communicator")
+
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Hook: run a function once per replica and join the results."""
+        raise UnsupportedError(f"{type(self).__name__} cannot run functions")
+
+    def _create_variable(self, spec: VariableSpec) -> Variable:
+        """Hook: make a variable."""
+        raise UnsupportedError(f"{type(self).__name__} cannot make variables")
+
+    def _scope(self) -> Any:
+        """Hook: the context manager that `Strategy.scope` returns."""
+        return ctx.Scope(self._strategy)
+
+    def _copy_for_new_strategy(self) -> StrategyExtended:
+        return copy.copy(self)
+
+    # -- description ----------------------------------------------------------------------------
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return len(self._replica_devices)
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices that replicas compute on, as canonical device strings."""
+        return tuple(device_name(d) for d in self._replica_devices)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that hold variables, as canonical device strings."""
+        return self.worker_devices
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether all replicas must see arrays of one fixed shape."""
+        return False
+
+    @property
+    def experimental_enable_get_next_as_optional(self) -> bool:
+        """Whether input iterators handle partial last batches; may be set."""
+        return self._get_next_as_optional
+
+    @experimental_enable_get_next_as_optional.setter
+    def experimental_enable_get_next_as_optional(self, value: bool) -> None:
+        self._get_next_as_optional = bool(value)
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each worker builds its own part of the computation."""
+        return False
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this process initializes variables."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries."""
+        return True
+
+    @property
+    def _combiner(self) -> Combiner:
+        return Combiner(self._num_replicas_in_sync, self._communicator)
+
+    # -- running --------------------------------------------------------------------------------
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `fn` once per replica; `Strategy.run` is the usual way to do it."""
+        ctx.require_cross_replica_or_default(self._strategy, "call_for_each_replica")
+        with ctx.entered(self._strategy, "call_for_each_replica"):
+            return self._call_for_each_replica(fn, tuple(args), dict(kwargs or {}))
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: Any = None,
+    ) -> Any:
+        """Run `fn(context, inputs)` for several elements of an iterator; an older form.
+
+        Returns an object whose `last_step_outputs` holds what the last call returned.
+        """
+        ctx.require_cross_replica_or_default(self._strategy, "experimental_run_steps_on_iterator")
+        steps = StepsContext(initial_loop_values)
+        with ctx.entered(self._strategy, "experimental_run_steps_on_iterator"):
+            for _ in range(iterations):
+                element = iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
+                steps.last_step_outputs = fn(steps, element)
+        return steps
+
+    # -- reductions -----------------------------------------------------------------------------
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine a per-replica value and put the result where `destinations` are.
+
+        Args:
+            reduce_op: the reduction.
+            value: a `PerReplica` value; a nest of them gives a nest of results.
+            destinations: a device, or a value or variable whose devices are meant. A variable is
+                not written.
+            options: how tensors are packed.
+
+        Returns:
+            A plain array for one device, a `Mirrored` value for several.
+        """
+        op, options = as_reduce_op(reduce_op), as_communication_options(options)
+        ctx.require_cross_replica_or_default(self._strategy, "reduce_to")
+        destination_devices(destinations)
+        with ctx.entered(self._strategy, "reduce_to"):
+            return map_nest(lambda v: self._combiner.reduce_to(op, v, destinations, options), value)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """`reduce_to` for a list of ``(value, destinations)`` pairs, in as few messages as possible.
+
+        Any mixture of dtypes is allowed.
+        """
+        op, options = as_reduce_op(reduce_op), as_communication_options(options)
+        ctx.require_cross_replica_or_default(self._strategy, "batch_reduce_to")
+        pairs = _checked_pairs(value_destination_pairs)
+        for _, destinations in pairs:
+            destination_devices(destinations)
+        with ctx.entered(self._strategy, "batch_reduce_to"):
+            return self._combiner.batch_reduce_to(op, pairs, options)
+
+    def _reduce(self, op: ReduceOp, value: Any, axes: Axes | None) -> Any:
+        """`Strategy.reduce` of one leaf: the result is a plain array on the default device."""
+        return self._combiner.reduce(op, value, axes, _default_device())
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        """`Strategy.gather` of one leaf."""
+        return self._combiner.gather(value, axis, _default_device())
+
+    # -- broadcasting and updating --------------------------------------------------------------
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copy a value to the devices of `destinations`; numbers are returned unchanged."""
+        ctx.require_cross_replica_or_default(self._strategy, "broadcast_to")
+        destination_devices(destinations)
+        if isinstance(tensor, bool | int | float | complex):
+            return tensor
+        with ctx.entered(self._strategy, "broadcast_to"):
+            return self._communicator.broadcast(operand_of(tensor), destinations)
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call `fn(copy, *args, **kwargs)` once for each copy of a variable, on its device.
+
+        Args:
+            var: a variable of this strategy.
+            fn: may assign to the copy it is given.
+            args: plain or `Mirrored` values, of which each call gets its own component. Values that
+                differ between replicas would make the copies differ, which is an error.
+            kwargs: treated alike.
+            group: whether to join the results of the calls; if False, each leaf of the result is a
+                tuple with one element per copy.
+
+        In replica context all replicas meet and the update is made once. If `fn` fails, every copy
+        keeps its old value.
+        """
+        if not callable(fn):
+            raise InvalidTypeError(f"fn must be callable. Received: {fn!r}")
+        replica = ctx.active_replica()
+        if replica is not None:
+            ctx.require_same_strategy(self._strategy, "StrategyExtended.update")
+
+            def merged(strategy: Strategy, *args: Any, **kwargs: Any) -> Any:
+                return strategy.extended.update(var, fn, args, kwargs, group)
+
+            kind = f"update of variable {getattr(var, 'name', var)!r}"
+            return replica.meet(MergePoint(kind, merged, tuple(args), dict(kwargs or {})))
+        ctx.require_cross_replica_or_default(self._strategy, "StrategyExtended.update")
+        self._require_own(var, "update")
+        with ctx.entered(self._strategy, "StrategyExtended.update"):
+            return self._update(var, fn, tuple(args), dict(kwargs or {}), group)
+
+    def _update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        group: bool,
+    ) -> Any:
+        copies = var.values if isinstance(var, CopiedVariable) else (var,)
+        if isinstance(var, MirroredVariable | AggregatingVariable):
+            for leaf in leaves((args, kwargs)):
+                if isinstance(leaf, PerReplica):
+                    require_same(leaf, var, "update")
+        journal: dict[Any, Any] = {}
+        results = []
+        try:
+            for i, component in enumerate(copies):
+                mode = ctx.Mode(self._strategy, update_index=i, journal=journal)
+                with ctx.push(mode), _on(component._device):
+                    mine = select_replica(i, (args, kwargs))
+                    results.append(fn(component, *mine[0], **mine[1]))
+        except BaseException:
+            for variable, old in journal.items():
+                variable._value = old
+            raise
+        return _grouped(results, group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call `fn` once for each device that `non_slot_devices` gave."""
+        ctx.require_cross_replica_or_default(self._strategy, "update_non_slot")
+        devices = destination_devices(colocate_with, lists=True)
+        results = []
+        with ctx.entered(self._strategy, "update_non_slot"):
+            for i, device in enumerate(devices):
+                with ctx.push(ctx.Mode(self._strategy, update_index=i)), _on(device):
+                    mine = select_replica(i, (tuple(args), dict(kwargs or {})))
+                    results.append(fn(*mine[0], **mine[1]))
+        return _grouped(results, group)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+        """Where state that belongs to no single variable should be kept."""
+        del var_list
+        return self.worker_devices
+
+    def read_var(self, v: Variable) -> jax.Array:
+        """The value of a variable in this context; copies are aggregated if they may differ."""
+        return v.read_value()
+
+    # -- ownership ------------------------------------------------------------------------------
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Whether this strategy created a variable."""
+        return v.distribute_strategy is self._strategy
+
+    def value_container(self, value: Any) -> Any:
+        """The variable that a copy belongs to; anything else is returned as it is."""
+        return getattr(value, "replica_container", None) or value
+
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> AbstractContextManager[None]:
+        """A context manager in which new variables are placed like an existing one."""
+        if ctx.get_strategy() is not self._strategy:
+            ctx.require_same_strategy(self._strategy, "colocate_vars_with")
+            raise ContextError(
+                "colocate_vars_with must be used inside `with strategy.scope():`. "
+                f"Received: {colocate_with_variable!r} outside of the scope"
+            )
+        if not isinstance(colocate_with_variable, Variable) or not self.variable_created_in_scope(
+            colocate_with_variable
+        ):
+            raise InvalidValueError(
+                "New variables can only be placed with a variable of the same strategy. "
+                f"Received: {colocate_with_variable!r}"
+            )
+        return ctx.colocation(colocate_with_variable)
+
+    def _require_own(self, var: Any, what: str) -> None:
+        if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
+            raise ForeignVariableError(
+                f"{what} needs a variable that was created in this strategy's scope: "
+                f"`with strategy.scope(): v = px.Variable(…)`. Received: {var!r}"
+            )
+
+    def _make_values(self, value_fn: Callable[[ValueContext], Any]) -> list[Any]:
+        """One nest per local replica, with arrays on the replica's device."""
+        devices, count = self._replica_devices, self._num_replicas_in_sync
+        nests = []
+        for i, device in enumerate(devices):
+            with _on(device):
+                made = value_fn(ValueContext(i, count))
+            nests.append(map_nest(functools.partial(_to_device, device), made))
+        return nests
+
+
+class StepsContext:
+    """What `experimental_run_steps_on_iterator` gives to its function and returns."""
+
+    def __init__(self, initial: Any) -> None:
+        self.last_step_outputs = initial
+
+
+# -- helpers ------------------------------------------------------------------------------------
+
+
+def _default_device() -> jax.Device:
+    """Where JAX puts new arrays in this thread."""
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if isinstance(chosen, jax.Device):
+        return chosen
+    return jax.local_devices(backend=chosen)[0]
+
+
+def _on(device: jax.Device | None) -> AbstractContextManager[Any]:
+    return jax.default_device(device)
+
+
+def _to_device(device: jax.Device, x: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return place(x, device)
+    if isinstance(x, IndexedSlices):
+        return IndexedSlices(place(x.values, device), place(x.indices, device), x.dense_shape)
+    return x
+
+
+def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    checked = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise InvalidTypeError(
+                f"batch_reduce_to needs a list of (value, destinations) pairs. Received: {pair!r}"
+            )
+        checked.append((pair[0], pair[1]))
+    return checked
+
+
+def _grouped(results: list[Any], group: bool) -> Any:
+    if not group:
+        return merge_nests(results, tuple)
+    return results[0] if len(results) == 1 else regroup(results, wrap=Mirrored)

@@ -1,0 +1,229 @@
+"""The replica context: what a function given to `Strategy.run` can ask and do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.core import context as ctx
+from phalanx.core.devices import short_name
+from phalanx.core.errors import ContextError, InvalidValueError
+
+if TYPE_CHECKING:
+    from phalanx.core.options import CommunicationOptions
+    from phalanx.core.reduction import ReduceOp
+    from phalanx.core.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class MergePoint:
+    """A place where all replicas meet and one function is called for all of them.
+
+    `kind` says what the meeting is for; replicas may only meet for the same thing. `always_wrap`
+    keeps arguments per replica even if every replica gave the very same object.
+    """
+
+    kind: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    always_wrap: bool = False
+
+
+class Rendezvous(Protocol):
+    """How an executor lets the replicas of one run meet."""
+
+    def meet(self, context: ReplicaContext, point: MergePoint) -> Any:
+        """Wait for all replicas, call the function once, and give this replica its result."""
+        ...
+
+
+class SoloRendezvous:
+    """The meeting of a single replica with itself."""
+
+    def meet(self, context: ReplicaContext, point: MergePoint) -> Any:
+        """Call the function at once, in cross-replica context."""
+        with ctx.push(ctx.Mode(context.strategy)):
+            return point.fn(context.strategy, *point.args, **point.kwargs)
+
+
+class ReplicaContext:
+    """The view of one replica inside `Strategy.run`; get it from `px.get_replica_context`.
+
+    Example:
+        >>> import phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> def step():
+        ...     context = px.get_replica_context()
+        ...     return context.all_reduce("sum", context.replica_id_in_sync_group + 1)
+        >>> print(strategy.run(step))
+        PerReplica:{
+          0: Array(3, shape=(), dtype=int32),
+          1: Array(3, shape=(), dtype=int32)
+        }
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        replica_id_in_sync_group: Any,
+        *,
+        device: jax.Device | None = None,
+        rendezvous: Rendezvous | None = None,
+        index: int | None = None,
+        under_outer_trace: bool = False,
+    ) -> None:
+        if not _is_replica_id(replica_id_in_sync_group):
+            raise InvalidValueError(
+                "replica_id_in_sync_group must be an int, an integer array of rank 0, or None. "
+                f"Received: {replica_id_in_sync_group!r}"
+            )
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+        self._device = device
+        self._rendezvous = rendezvous or SoloRendezvous()
+        self._index = index if index is not None else int(replica_id_in_sync_group or 0)
+        self._entered: list[Any] = []
+        self.under_outer_trace = under_outer_trace
+        """Whether `Strategy.run` was called inside a JAX transformation such as `jax.grad`."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose `run` is going on."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas compute together."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """The index of this replica among all replicas, as an int32 scalar.
+
+        Outside of every strategy it is the Python int 0.
+        """
+        return self._replica_id
+
+    @property
+    def replica_index(self) -> int:
+        """The position of this replica among the replicas of this process, as a Python int."""
+        return self._index
+
+    @property
+    def device(self) -> jax.Device | None:
+        """The device of this replica, or None where JAX's default device is used."""
+        return self._device
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of this replica, as a tuple of one short device string."""
+        ctx.require_replica_context(self, "ReplicaContext.devices")
+        device = self._device or jnp.zeros(()).devices().pop()
+        return (short_name(device),)
+
+    # -- meeting the other replicas -------------------------------------------------------------
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Let all replicas meet, and call `merge_fn` once for all of them.
+
+        Args:
+            merge_fn: called as ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context.
+                Arguments that differ between replicas arrive as `PerReplica` values; the function
+                of replica 0 is the one that is called.
+            args: positional arguments of this replica.
+            kwargs: keyword arguments of this replica.
+
+        Returns:
+            What `merge_fn` returned; where that holds distributed values, this replica's
+            components.
+
+        Example:
+            >>> import phalanx as px
+            >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> def total(strategy, x):
+            ...     return sum(strategy.experimental_local_results(x))
+            >>> def step(three):
+            ...     context = px.get_replica_context()
+            ...     v = three + context.replica_id_in_sync_group
+            ...     return context.merge_call(total, args=(v,)) + v
+            >>> [int(x) for x in strategy.run(step, args=(3,)).values]
+            [10, 11]
+        """
+        if not callable(merge_fn):
+            raise InvalidValueError(f"merge_fn must be callable. Received: {merge_fn!r}")
+        point = MergePoint("merge_call", merge_fn, tuple(args), dict(kwargs or {}))
+        return self.meet(point)
+
+    def meet(self, point: MergePoint) -> Any:
+        """Meet the other replicas at a merge point of any kind."""
+        ctx.require_replica_context(self, f"ReplicaContext.{point.kind}")
+        return self._rendezvous.meet(self, point)
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine a nest of arrays over all replicas; every replica gets the result.
+
+        Differentiable: the gradient of a sum over replicas is the sum of the replicas' gradients,
+        and that of a mean is their mean. None and empty containers in the nest stay as they are.
+
+        Args:
+            reduce_op: `px.ReduceOp` or its name.
+            value: a nest of arrays, numbers or `px.IndexedSlices`, of the same shapes everywhere.
+            options: how tensors are packed.
+        """
+        from phalanx.core.collective_calls import all_reduce
+
+        ctx.require_replica_context(self, "ReplicaContext.all_reduce")
+        return all_reduce(self, reduce_op, value, options)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Join a nest of arrays over all replicas along `axis`; every replica gets the result.
+
+        The sizes along `axis` may differ between replicas, and may be 0. Differentiable: each
+        replica gets its part of the sum of the replicas' gradients.
+        """
+        from phalanx.core.collective_calls import all_gather
+
+        ctx.require_replica_context(self, "ReplicaContext.all_gather")
+        return all_gather(self, value, axis, options)
+
+    # -- as a context manager, for code that implements strategies ------------------------------
+
+    def __enter__(self) -> ReplicaContext:
+        pushed = ctx.push(ctx.Mode(self._strategy, self))
+        pushed.__enter__()
+        self._entered.append(pushed)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._entered:
+            raise ContextError("This replica context was not entered")
+        self._entered.pop().__exit__(None, None, None)
+
+
+def _is_replica_id(x: Any) -> bool:
+    if x is None or (isinstance(x, int) and not isinstance(x, bool)):
+        return True
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return is_array and x.ndim == 0 and bool(jnp.issubdtype(x.dtype, jnp.integer))

@@ -1,0 +1,253 @@
+"""`Strategy`: the face of a strategy. What it does is in its `StrategyExtended`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from phalanx.core import context as ctx
+from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core.options import RunOptions, ValueContext
+from phalanx.core.reduction import ReduceOp, as_axes, as_reduce_op
+from phalanx.core.structure import map_nest
+from phalanx.core.values import local_results, regroup
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from phalanx.core.extended import StrategyExtended
+
+
+class Strategy:
+    """A policy for where state lives and where computation runs.
+
+    Use one of its subclasses. Create variables inside `scope`, run steps with `run`, and combine
+    results with `reduce` or `gather`; the same code then works under every strategy.
+
+    Example:
+        >>> import jax.numpy as jnp, phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> with strategy.scope():
+        ...     total = px.Variable(0.0, aggregation=px.VariableAggregation.SUM)
+        >>> inputs = strategy.experimental_distribute_values_from_function(
+        ...     lambda context: jnp.arange(2.0) + 2 * context.replica_id_in_sync_group)
+        >>> def step(x):
+        ...     total.assign_add(x.sum())
+        ...     return x.sum()
+        >>> per_replica = strategy.run(step, args=(inputs,))
+        >>> float(strategy.reduce(px.ReduceOp.SUM, per_replica, axis=None)), float(total)
+        (6.0, 6.0)
+    """
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+
+    # -- properties -----------------------------------------------------------------------------
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """The strategy's `StrategyExtended`, for code that must know about distribution."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas compute together, over all workers."""
+        return self._extended._num_replicas_in_sync
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The cluster resolver of a strategy over several processes; None for others."""
+        return None
+
+    # -- scopes and running ---------------------------------------------------------------------
+
+    def scope(self) -> ctx.Scope:
+        """A context manager that makes this strategy current and enters cross-replica context.
+
+        Variables that are created inside belong to the strategy. Scopes of one strategy may be
+        nested; a scope inside another strategy's scope is an error.
+        """
+        return self._extended._scope()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call `fn` once per replica, each on its own device, in replica context.
+
+        Args:
+            fn: the step. It may use `px.get_replica_context()`.
+            args: positional arguments, a list or tuple. `PerReplica` and `Mirrored` values at any
+                depth are replaced by the replica's component; variables are passed whole.
+            kwargs: keyword arguments, treated alike.
+            options: `RunOptions`; only compiled execution on TPUs uses them.
+
+        Returns:
+            The results, joined leaf by leaf: the structure of `fn`'s result with a `PerReplica`
+            value at each leaf. A leaf for which every replica returned the very same object, and
+            every leaf if there is one replica only, stays plain.
+        """
+        _check_call(fn, args, kwargs)
+        if options is not None and not isinstance(options, RunOptions):
+            raise InvalidTypeError(f"options must be px.RunOptions or None. Received: {options!r}")
+        ctx.require_cross_replica_or_default(self, "Strategy.run")
+        with ctx.entered(self, "Strategy.run"):
+            return self._extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
+        """Combine a nest of per-replica values into plain arrays.
+
+        Args:
+            reduce_op: `px.ReduceOp.SUM`, `px.ReduceOp.MEAN`, or the name.
+            value: what `run` returned, or a nest of such values.
+            axis: None combines the replicas element by element, which needs equal shapes. A
+                dimension, or several, is also reduced within each replica; replicas may then hold
+                different numbers of examples, also none. MEAN divides by the true total.
+
+        Returns:
+            The nest with a plain array for each distributed value. Integers average to floats.
+
+        Example:
+            >>> import jax.numpy as jnp, phalanx as px
+            >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> batch = [jnp.array([0.0, 1.0, 2.0, 3.0]), jnp.array([4.0, 5.0])]
+            >>> value = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: batch[context.replica_id_in_sync_group])
+            >>> float(strategy.reduce("mean", value, axis=0))
+            2.5
+        """
+        op, axes = as_reduce_op(reduce_op), as_axes(axis)
+        ctx.require_cross_replica_or_default(self, "Strategy.reduce")
+        with ctx.entered(self, "Strategy.reduce"):
+            return map_nest(lambda x: self._extended._reduce(op, x, axes), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Join per-replica values along a dimension, in replica order.
+
+        Sizes along `axis` may differ, all others must agree. Plain arrays are returned as they are;
+        a mirrored variable is repeated once per replica.
+
+        Example:
+            >>> import jax.numpy as jnp, phalanx as px
+            >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> value = strategy.experimental_distribute_values_from_function(
+            ...     lambda _: jnp.array([[1], [2]]))
+            >>> strategy.gather(value, axis=0).tolist()
+            [[1], [2], [1], [2]]
+        """
+        if ctx.active_replica() is not None:
+            ctx.require_same_strategy(self, "Strategy.gather")
+            raise ContextError(
+                "Strategy.gather needs the cross-replica context, but this code runs on a replica. "
+                "Use px.get_replica_context().all_gather() here."
+            )
+        with ctx.entered(self, "Strategy.gather"):
+            return map_nest(lambda x: self._extended._gather(x, axis), value)
+
+    # -- making and looking at values -----------------------------------------------------------
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Make a distributed value by calling `value_fn` once per replica.
+
+        Args:
+            value_fn: takes a `ValueContext` and returns a nest. Arrays are moved to the replica's
+                device, everything else is kept as it is.
+        """
+        if not callable(value_fn):
+            raise InvalidTypeError(f"value_fn must be callable. Received: {value_fn!r}")
+        ctx.require_cross_replica_or_default(self, "experimental_distribute_values_from_function")
+        with ctx.entered(self, "experimental_distribute_values_from_function"):
+            nests = self._extended._make_values(value_fn)
+            wraps = self._extended._wraps_values
+            return regroup(nests, always_wrap=True) if wraps else nests[0]
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of a distributed value that belong to this process.
+
+        A nest gives one nest per replica; a value that is not distributed gives ``(value,)``.
+        """
+        return local_results(value)
+
+    # -- other spellings ------------------------------------------------------------------------
+
+    def experimental_run_v2(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The name of `run` in TensorFlow 2.0."""
+        return self.run(fn, args=args, kwargs=kwargs)
+
+    def experimental_run(self, fn: Callable[..., Any], input_iterator: Any = None) -> Any:
+        """`run` on the next element of an iterator, or without arguments; an older form."""
+        args = () if input_iterator is None else (_next_element(input_iterator),)
+        return self.run(fn, args=args)
+
+    def unwrap(self, value: Any) -> tuple[Any, ...]:
+        """The older name of `experimental_local_results`."""
+        return self.experimental_local_results(value)
+
+    def group(self, value: Any, name: str | None = None) -> None:
+        """Wait until all components of a value have been computed."""
+        del name
+        jax.block_until_ready([local_results(value)])
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """The older place of `StrategyExtended.colocate_vars_with`."""
+        return self._extended.colocate_vars_with(colocate_with_variable)
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Accepted for ported code; there are no sessions to configure."""
+        del session_config, cluster_spec, task_type, task_id
+
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """Accepted for ported code; returns its argument."""
+        return config_proto
+
+    # -- copying --------------------------------------------------------------------------------
+
+    def __copy__(self) -> Strategy:
+        raise ContextError(
+            "A strategy cannot be copied shallowly, because two strategies would share one "
+            f"StrategyExtended. Use copy.deepcopy. Received: {self!r}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        return type(self)._from_extended(self._extended._copy_for_new_strategy(), type(self))
+
+    @staticmethod
+    def _from_extended(extended: StrategyExtended, cls: type[Strategy]) -> Strategy:
+        strategy = cls.__new__(cls)
+        Strategy.__init__(strategy, extended)
+        extended._strategy = strategy
+        return strategy
+
+
+def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
+    if not callable(fn):
+        raise InvalidTypeError(f"fn must be callable. Received: {fn!r}")
+    if not isinstance(args, list | tuple):
+        raise InvalidValueError(
+            "args must be a list or tuple of positional arguments; for one argument write "
+            f"args=(x,). Received: {args!r} of type {type(args).__name__}"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidValueError(f"kwargs must be a dict or None. Received: {kwargs!r}")
+
+
+def _next_element(iterator: Any) -> Any:
+    return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)

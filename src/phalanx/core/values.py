@@ -1,0 +1,360 @@
+"""Distributed values: what `Strategy.run` takes and returns.
+
+A `PerReplica` value may differ between replicas, a `Mirrored` value is the same on all. Both have two
+faces: one array per replica, each on its own device, which is what replicas see; and, where shapes
+agree, one global `jax.Array` over the mesh of those devices, which is what `jax.jit` sees. Each face is
+made from the other on demand, without copying.
+
+Both are pytrees. Outside of replicas their leaf is the global array. Inside `Strategy.run` they
+flatten to the replica's own component, so a captured value can be given to any JAX function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from phalanx.core import compat
+from phalanx.core.context import active_replica, current_mode
+from phalanx.core.errors import InvalidValueError
+from phalanx.core.operators import ArrayOperators
+from phalanx.core.structure import Leaf, leaves, map_nest, merge_nests
+
+REPLICA_AXIS = "replica"
+"""The mesh axis that replicas are laid out on."""
+
+
+@functools.cache
+def replica_mesh(devices: tuple[jax.Device, ...]) -> Mesh:
+    """The one-dimensional mesh over the devices of a strategy's replicas."""
+    return Mesh(np.array(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+@functools.cache
+def replicated_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
+    """The sharding of values that every device holds whole."""
+    return NamedSharding(replica_mesh(devices), PartitionSpec())
+
+
+@functools.cache
+def stacked_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
+    """The sharding of values whose leading dimension is split over the devices."""
+    return NamedSharding(replica_mesh(devices), PartitionSpec(REPLICA_AXIS))
+
+
+def device_of(x: jax.Array) -> jax.Device | None:
+    """The device of a single-device array; None for tracers and arrays over several devices."""
+    if compat.is_tracer(x):
+        return None
+    devices = x.devices()
+    return next(iter(devices)) if len(devices) == 1 else None
+
+
+def place(x: Any, device: jax.Device) -> jax.Array:
+    """`x` as an uncommitted array on `device`; no copy if it is there already."""
+    if compat.is_tracer(x):
+        return jax.device_put(x, device)
+    if isinstance(x, jax.Array) and device_of(x) is device:
+        return compat.uncommitted(x)
+    return compat.uncommitted(jax.device_put(x, device))
+
+
+class DistributedValues(Leaf):
+    """Base of everything that holds one value per replica.
+
+    Instances are made by strategies, never by hand.
+    """
+
+    __slots__ = ()
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components, by replica."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return _format(type(self).__name__, [format_component(v, str) for v in self.values])
+
+    def __repr__(self) -> str:
+        return _format(type(self).__name__, [format_component(v, repr) for v in self.values])
+
+
+def _format(name: str, components: Sequence[str]) -> str:
+    body = ",\n".join(f"  {i}: {text}" for i, text in enumerate(components))
+    return f"{name}:{{\n{body}\n}}"
+
+
+def format_component(x: Any, how: Callable[[Any], str]) -> str:
+    """Print a component the way TensorFlow prints tensors: value, shape and dtype."""
+    if not isinstance(x, jax.Array) or compat.is_tracer(x):
+        return how(x)
+    if how is str:
+        return f"Array({np.asarray(x)}, shape={x.shape}, dtype={x.dtype})"
+    return f"<Array: shape={x.shape}, dtype={x.dtype}, numpy={describe_numpy(x)}>"
+
+
+def describe_numpy(x: jax.Array) -> str:
+    """The value of an array, as in ``numpy=…`` of a printed tensor or variable."""
+    host = np.asarray(x)
+    return repr(host.item()) if host.ndim == 0 else repr(host)
+
+
+class _TwoFaced(DistributedValues):
+    """Shared machinery: components on one side, a global array on the other."""
+
+    __slots__ = ("_components", "_global")
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._components: tuple[Any, ...] | None = tuple(values)
+        self._global: jax.Array | None = None
+        if not self._components:
+            raise InvalidValueError(f"{type(self).__name__} needs at least one component")
+
+    @classmethod
+    def from_global(cls, array: jax.Array) -> Any:
+        """The value whose global face is `array`."""
+        self = cls.__new__(cls)
+        self._components, self._global = None, array
+        return self
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components, by replica."""
+        if self._components is None:
+            assert self._global is not None
+            self._components = tuple(self._split(self._global))
+        return self._components
+
+    @property
+    def array(self) -> jax.Array | None:
+        """The global array over all replicas' devices, or None if there can be none.
+
+        There is one if all components are arrays of one shape and dtype on different devices.
+        """
+        if self._global is None:
+            devices = _distinct_devices(self.values)
+            if devices is not None:
+                self._global = self._join(self.values, devices)
+        return self._global
+
+    def _split(self, array: jax.Array) -> Sequence[jax.Array]:
+        raise NotImplementedError
+
+    def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
+        raise NotImplementedError
+
+    def component(self, index: int) -> Any:
+        """The component of one replica; replica 0's stands in where there is only one."""
+        values = self.values
+        return values[index] if index < len(values) else values[0]
+
+
+def _distinct_devices(values: tuple[Any, ...]) -> tuple[jax.Device, ...] | None:
+    if not all(isinstance(v, jax.Array) and not compat.is_tracer(v) for v in values):
+        return None
+    if len({(v.shape, v.dtype) for v in values}) != 1:
+        return None
+    devices = tuple(device_of(v) for v in values)
+    found = tuple(d for d in devices if d is not None)
+    return found if len(set(found)) == len(values) else None
+
+
+class PerReplica(_TwoFaced, ArrayOperators):
+    """A value that may differ between replicas.
+
+    Inside `Strategy.run` it stands for the replica's own component. Outside it is a container:
+    look at the components with `Strategy.experimental_local_results`, or combine them with
+    `Strategy.reduce` or `Strategy.gather`. As a pytree its leaf is the components stacked along
+    a new leading dimension, one slice per device.
+
+    Example:
+        >>> import phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> value = strategy.experimental_distribute_values_from_function(
+        ...     lambda context: jax.numpy.float32(context.replica_id_in_sync_group))
+        >>> strategy.run(lambda x: x * 10, args=(value,))
+        PerReplica:{
+          0: <Array: shape=(), dtype=float32, numpy=0.0>,
+          1: <Array: shape=(), dtype=float32, numpy=10.0>
+        }
+        >>> jax.tree.leaves(value)[0].shape
+        (2,)
+    """
+
+    __slots__ = ()
+
+    def _split(self, array: jax.Array) -> Sequence[jax.Array]:
+        if compat.is_tracer(array):
+            return [array[i] for i in range(array.shape[0])]
+        return [compat.uncommitted(piece[0]) for piece in compat.pieces(array)]
+
+    def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
+        rows = [place(v[None], d) for v, d in zip(values, devices, strict=True)]
+        return compat.assemble((len(rows), *values[0].shape), stacked_over(devices), rows)
+
+    def _operand(self) -> jax.Array | None:
+        context = active_replica()
+        if context is None or len(self.values) != context.num_replicas_in_sync:
+            return None
+        component: jax.Array = self.component(context.replica_index)
+        return component
+
+    def _array(self) -> jax.Array:
+        value = self._operand()
+        if value is None:
+            raise InvalidValueError(
+                "A PerReplica value holds one value per replica and cannot be used as an array "
+                "outside of a replica. Use it in a function given to strategy.run, or combine the "
+                f"components with strategy.reduce or strategy.gather. Received: {self!r}"
+            )
+        return value
+
+    __hash__ = object.__hash__
+
+
+class Mirrored(_TwoFaced, ArrayOperators):
+    """A value that is the same on all replicas, with one copy per device.
+
+    It can be used as an array everywhere: on a replica it is the replica's copy, elsewhere the first
+    one. As a pytree its leaf is one array replicated over the mesh.
+    """
+
+    __slots__ = ()
+
+    def _split(self, array: jax.Array) -> Sequence[jax.Array]:
+        if compat.is_tracer(array):
+            return [array]
+        return [compat.uncommitted(piece) for piece in compat.pieces(array)]
+
+    def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
+        return compat.assemble(values[0].shape, replicated_over(devices), values)
+
+    def _operand(self) -> jax.Array | None:
+        value: jax.Array = self.component(current_index())
+        return value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of each copy."""
+        return tuple(self.values[0].shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of each copy."""
+        return self.values[0].dtype
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The value as a NumPy array."""
+        return np.asarray(self.values[0])
+
+    __hash__ = object.__hash__
+
+
+def current_index() -> int:
+    """The replica, or the copy under update, that this thread works for; else 0."""
+    mode = current_mode()
+    if mode.replica_context is not None:
+        return mode.replica_context.replica_index
+    return mode.update_index or 0
+
+
+# -- pytrees ------------------------------------------------------------------------------------
+
+
+class _Aux:
+    """How a flattened value is put together again."""
+
+    GLOBAL: ClassVar[str] = "global"  # one leaf: the global array
+    LOCAL: ClassVar[str] = "local"  # one leaf: the component of the replica that flattened it
+    PARTS: ClassVar[str] = "parts"  # one leaf per component
+
+
+def _flatten(value: _TwoFaced) -> tuple[tuple[Any, ...], str]:
+    context = active_replica()
+    if context is not None and len(value.values) == context.num_replicas_in_sync:
+        return (value.component(context.replica_index),), _Aux.LOCAL
+    array = value.array
+    if array is not None:
+        return (array,), _Aux.GLOBAL
+    return value.values, _Aux.PARTS
+
+
+def _unflatten_as(cls: type[_TwoFaced]) -> Callable[[str, Sequence[Any]], Any]:
+    def unflatten(aux: str, children: Sequence[Any]) -> Any:
+        if aux == _Aux.LOCAL:
+            return children[0]
+        return cls.from_global(children[0]) if aux == _Aux.GLOBAL else cls(children)
+
+    return unflatten
+
+
+for _cls in (PerReplica, Mirrored):
+    jax.tree_util.register_pytree_node(_cls, _flatten, _unflatten_as(_cls))
+
+
+# -- between nests and replicas -----------------------------------------------------------------
+
+
+def regroup(nests: Sequence[Any], wrap: type[_TwoFaced] = PerReplica, always_wrap: bool = False) -> Any:
+    """Join one nest per replica into one nest with distributed leaves.
+
+    A leaf stays plain if every replica gave the very same object, unless `always_wrap`. Components
+    of one variable, in order, become that variable.
+    """
+
+    def merge(column: tuple[Any, ...]) -> Any:
+        container = _common_container(column)
+        if container is not None:
+            return container
+        first = column[0]
+        if not always_wrap and all(x is first for x in column):
+            return first
+        return wrap(column)
+
+    return merge_nests(nests, merge)
+
+
+def _common_container(column: tuple[Any, ...]) -> Any | None:
+    container = getattr(column[0], "replica_container", None)
+    if container is None or len(container.values) != len(column):
+        return None
+    return container if all(a is b for a, b in zip(container.values, column, strict=True)) else None
+
+
+def select_replica(index: int, nest: Any) -> Any:
+    """The nest that one replica sees: distributed values give their component, the rest stays."""
+
+    def select(leaf: Any) -> Any:
+        return leaf.component(index) if isinstance(leaf, _TwoFaced) else leaf
+
+    return map_nest(select, nest)
+
+
+def local_results(nest: Any) -> tuple[Any, ...]:
+    """One nest per replica; a nest without distributed values gives a tuple of itself."""
+    distributed = [x for x in leaves(nest) if isinstance(x, DistributedValues)]
+    if not distributed:
+        return (nest,)
+
+    def select(index: int, leaf: Any) -> Any:
+        return leaf.values[index] if isinstance(leaf, DistributedValues) else leaf
+
+    count = max(len(x.values) for x in distributed)
+    return tuple(map_nest(functools.partial(select, i), nest) for i in range(count))
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two components hold the same value, bit for bit (nan equals nan)."""
+    if a is b:
+        return True
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(_equal_arrays(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+def _equal_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

@@ -1,0 +1,505 @@
+"""`Variable`: state that steps read and write.
+
+`px.Variable(…)` asks the current strategy which kind to make: a plain variable without a strategy, one
+with a copy per replica under a mirrored strategy, and so on. All kinds share the interface defined
+here; they differ in what reading and updating mean in each context. To JAX a variable is its value:
+it can be given to any function that takes an array.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.core import compat
+from phalanx.core import context as ctx
+from phalanx.core.devices import device_name
+from phalanx.core.errors import InternalError, InvalidTypeError, InvalidValueError
+from phalanx.core.indexed_slices import IndexedSlices, checked_slices
+from phalanx.core.operators import ArrayOperators, operand_of
+from phalanx.core.replica_context import MergePoint
+from phalanx.core.structure import Leaf
+from phalanx.core.synchronization import (
+    VariableAggregation,
+    VariableSynchronization,
+    check_kinds,
+)
+from phalanx.core.values import DistributedValues, describe_numpy, device_of, place
+
+if TYPE_CHECKING:
+    from phalanx.core.strategy import Strategy
+
+Self = TypeVar("Self", bound="Variable")
+
+
+@dataclass(frozen=True)
+class VariableSpec:
+    """What the user asked for, checked; strategies make a variable from it."""
+
+    value: jax.Array
+    trainable: bool
+    name: str
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    constraint: Callable[[Any], Any] | None = None
+
+
+class VariableMeta(type):
+    """Lets ``px.Variable(…)`` make the kind of variable that the current strategy wants."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a variable; subclasses are made as usual."""
+        if cls is not Variable:
+            return super().__call__(*args, **kwargs)
+        return create_variable(*args, **kwargs)
+
+
+# -- what an update does to a value: new = update(old, operand) ---------------------------------
+
+Update = Callable[[jax.Array, Any], jax.Array]
+
+_UPDATES: dict[str, Update] = {
+    "assign": lambda old, new: new,
+    "assign_add": lambda old, x: old + x,
+    "assign_sub": lambda old, x: old - x,
+    "scatter_add": lambda old, s: old.at[s.indices].add(s.values),
+    "scatter_sub": lambda old, s: old.at[s.indices].add(-s.values),
+    "scatter_mul": lambda old, s: old.at[s.indices].multiply(s.values),
+    "scatter_div": lambda old, s: old.at[s.indices].divide(s.values),
+    "scatter_min": lambda old, s: old.at[s.indices].min(s.values),
+    "scatter_max": lambda old, s: old.at[s.indices].max(s.values),
+    "scatter_update": lambda old, s: old.at[s.indices].set(s.values),
+}
+
+
+def apply_update(method: str, old: jax.Array, operand: Any) -> jax.Array:
+    """The value after an update; never changes the dtype."""
+    if not isinstance(operand, IndexedSlices):
+        operand = jnp.asarray(operand, old.dtype)
+    return _UPDATES[method](old, operand).astype(old.dtype)
+
+
+class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
+    """A value that can be read and replaced.
+
+    Args:
+        initial_value: an array, a number, a nested list, or a function of no arguments that
+            returns one. A function is called once, so random initial values are the same on all
+            replicas.
+        trainable: whether optimizers should change it. Default: True, but False for
+            ``synchronization=ON_READ``.
+        name: for printing and checkpoints.
+        dtype: of the value; the initial value is converted.
+        synchronization: when copies on different replicas are brought together.
+        aggregation: how the values that replicas write become one.
+        constraint: kept for optimizers; a function applied to the value after an update.
+        shape: if given, the initial value must have it.
+
+    Example:
+        >>> import phalanx as px
+        >>> v = px.Variable([1.0, 2.0], name="v")
+        >>> v.assign_add([10.0, 10.0])
+        <px.Variable 'v:0' shape=(2,) dtype=float32, numpy=array([11., 12.], dtype=float32)>
+        >>> float(v[0] * 2)
+        22.0
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        compat.register_array_like(cls, lambda v: v._array())
+
+    def __init__(
+        self,
+        initial_value: Any = None,
+        trainable: bool | None = None,
+        *,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+        constraint: Callable[[Any], Any] | None = None,
+        shape: Any = None,
+    ) -> None:
+        raise InternalError("Variables are made by create_variable")  # the metaclass sees to it
+
+    def _set_up(self, spec: VariableSpec, strategy: Strategy | None, device: jax.Device | None) -> None:
+        """What every kind of variable has; called by the kinds' constructors."""
+        self._spec = spec
+        self._strategy = strategy
+        self._device = device
+        self._value: Any = spec.value if device is None else place(spec.value, device)
+
+    # -- description ----------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name with TensorFlow's output suffix, as ``w:0``."""
+        return f"{self._spec.name}:0"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, which never changes."""
+        return tuple(self._spec.value.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype, which never changes."""
+        return self._spec.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The rank."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape))
+
+    @property
+    def trainable(self) -> bool:
+        """Whether optimizers should change it."""
+        return self._spec.trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When copies are brought together."""
+        return self._spec.synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the values that replicas write become one."""
+        return self._spec.aggregation
+
+    @property
+    def constraint(self) -> Callable[[Any], Any] | None:
+        """The function that was given for optimizers."""
+        return self._spec.constraint
+
+    @property
+    def device(self) -> str:
+        """The canonical string of the device that holds the value ('' if spread over several)."""
+        return "" if self._device is None else device_name(self._device)
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy that created the variable, or None."""
+        return self._strategy
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The copies; a plain variable is its own only copy."""
+        return (self,)
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def _read(self) -> jax.Array:
+        """The value in the current context."""
+        value: jax.Array = self._value
+        return value
+
+    def _check_access(self, what: str) -> None:
+        """Refuse use in a foreign strategy's scope; plain variables can be used anywhere."""
+
+    def _operand(self) -> jax.Array | None:
+        return self._read()
+
+    def read_value(self) -> jax.Array:
+        """The value in the current context, as an array that later updates do not change."""
+        self._check_access(f"Variable.read_value of {self.name!r}")
+        return self._read()
+
+    def value(self) -> jax.Array:
+        """The same as `read_value`."""
+        return self.read_value()
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The value as a NumPy array."""
+        return np.asarray(self.read_value())
+
+    def initialized_value(self) -> jax.Array:
+        """The same as `read_value`; variables are initialized when they are made."""
+        return self.read_value()
+
+    def is_initialized(self) -> bool:
+        """Always True."""
+        return True
+
+    @property
+    def handle(self) -> Variable:
+        """The copy that an operation in this context works on."""
+        return self
+
+    def ref(self) -> VariableReference:
+        """A hashable stand-in that compares by identity, for dictionaries and sets."""
+        return VariableReference(self)
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def assign(self: Self, value: Any, **kwargs: Any) -> Self:
+        """Replace the value. In replica context the aggregation decides what all replicas write.
+
+        Returns the variable; in cross-replica context of a strategy with copies, their `Mirrored`
+        value. The keyword arguments of TensorFlow (`use_locking`, `name`, `read_value`) are
+        accepted and change nothing.
+        """
+        return self._dense("assign", value, kwargs)
+
+    def assign_add(self: Self, delta: Any, **kwargs: Any) -> Self:
+        """Add to the value; see `assign`."""
+        return self._dense("assign_add", delta, kwargs)
+
+    def assign_sub(self: Self, delta: Any, **kwargs: Any) -> Self:
+        """Subtract from the value; see `assign`."""
+        return self._dense("assign_sub", delta, kwargs)
+
+    def scatter_add(self: Self, sparse_delta: IndexedSlices, **kwargs: Any) -> Self:
+        """Add rows; an index that occurs twice adds twice."""
+        return self._scatter("scatter_add", sparse_delta, kwargs)
+
+    def scatter_sub(self: Self, sparse_delta: IndexedSlices, **kwargs: Any) -> Self:
+        """Subtract rows."""
+        return self._scatter("scatter_sub", sparse_delta, kwargs)
+
+    def scatter_mul(self: Self, sparse_delta: IndexedSlices, **kwargs: Any) -> Self:
+        """Multiply rows."""
+        return self._scatter("scatter_mul", sparse_delta, kwargs)
+
+    def scatter_div(self: Self, sparse_delta: IndexedSlices, **kwargs: Any) -> Self:
+        """Divide rows."""
+        return self._scatter("scatter_div", sparse_delta, kwargs)
+
+    def scatter_min(self: Self, sparse_delta: IndexedSlices, **kwargs: Any) -> Self:
+        """Replace elements of rows by the smaller of old and new."""
+        return self._scatter("scatter_min", sparse_delta, kwargs)
+
+    def scatter_max(self: Self, sparse_delta: IndexedSlices, **kwargs: Any) -> Self:
+        """Replace elements of rows by the larger of old and new."""
+        return self._scatter("scatter_max", sparse_delta, kwargs)
+
+    def scatter_update(self: Self, sparse_delta: IndexedSlices, **kwargs: Any) -> Self:
+        """Replace rows."""
+        return self._scatter("scatter_update", sparse_delta, kwargs)
+
+    def _dense(self, method: str, value: Any, kwargs: dict[str, Any]) -> Any:
+        _check_update_kwargs(method, kwargs)
+        self._check_access(f"Variable.{method} of {self.name!r}")
+        if isinstance(value, Variable) or ctx.active_replica() is not None:
+            value = operand_of(value)
+        if not isinstance(value, DistributedValues):
+            value = self._checked(method, value)
+        return self._update(method, value)
+
+    def _scatter(self, method: str, slices: IndexedSlices, kwargs: dict[str, Any]) -> Any:
+        _check_update_kwargs(method, kwargs)
+        self._check_access(f"Variable.{method} of {self.name!r}")
+        what = f"Variable.{method} of {self.name!r}"
+        checked = checked_slices(slices, self.shape, what)
+        return self._update(method, checked)
+
+    def _update(self, method: str, operand: Any) -> Any:
+        """Apply an update; what that means in which context is the kind's business."""
+        if isinstance(operand, DistributedValues):
+            operand = self._checked(method, jnp.asarray(operand))
+        self._store(apply_update(method, self._read(), operand))
+        return self
+
+    def _store(self, new: jax.Array) -> None:
+        self._value = new if self._device is None else place(new, self._device)
+
+    def _checked(self, method: str, value: Any) -> Any:
+        """Require that a value fits in dtype and shape; returns it as it is.
+
+        Replicas that all write one constant are told apart from replicas that write values of their
+        own by object identity, so nothing may be converted before they meet.
+        """
+        shape = fitting_shape(value, self.dtype, self.name, method)
+        broadcasts = method != "assign" and _broadcasts(shape, self.shape)
+        if shape != self.shape and not broadcasts:
+            raise InvalidValueError(
+                f"Variable {self.name!r} has the shape {list(self.shape)}, and the shape of a "
+                f"variable never changes. Received: a value of shape {list(shape)} for {method}"
+            )
+        return value
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def state(self) -> jax.Array:
+        """What a checkpoint should save: one array, however many copies there are."""
+        return self.read_value()
+
+    def load_state(self, state: Any) -> None:
+        """Take back what `state` returned, also from another number of replicas."""
+        with ctx.push(ctx.default_mode()):
+            self.assign(state)
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        self._check_access(f"copy.deepcopy of {self.name!r}")
+        clone = copy.copy(self)
+        memo[id(self)] = clone
+        return clone
+
+    # -- printing and comparing -----------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return (
+            f"<px.Variable '{self.name}' shape={self.shape} dtype={self.dtype}, "
+            f"numpy={describe_numpy(self._array())}>"
+        )
+
+    __str__ = __repr__
+
+    def __eq__(self, other: object) -> Any:
+        return self._array() == operand_of(other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._array() != operand_of(other)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class ResourceVariable(Variable):
+    """A variable with one copy, made without a strategy or by one that has a single replica."""
+
+    def __init__(
+        self, spec: VariableSpec, strategy: Strategy | None = None, device: jax.Device | None = None
+    ) -> None:
+        self._set_up(spec, strategy, device or device_of(spec.value))
+
+
+@dataclass(frozen=True)
+class VariableReference:
+    """A hashable reference to a variable; `deref` gives it back."""
+
+    _variable: Variable
+
+    def deref(self) -> Variable:
+        """The variable."""
+        return self._variable
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VariableReference) and self._variable is other._variable
+
+    def __hash__(self) -> int:
+        return id(self._variable)
+
+
+# -- making variables ---------------------------------------------------------------------------
+
+
+def create_variable(
+    initial_value: Any = None,
+    trainable: bool | None = None,
+    *,
+    name: str | None = None,
+    dtype: Any = None,
+    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+    aggregation: VariableAggregation = VariableAggregation.NONE,
+    constraint: Callable[[Any], Any] | None = None,
+    shape: Any = None,
+) -> Variable:
+    """Make a variable of the kind that the current strategy wants."""
+    name = "Variable" if name is None else name
+    if not isinstance(name, str) or not name:
+        raise InvalidTypeError(f"name must be a non-empty string or None. Received: {name!r}")
+    if initial_value is None:
+        raise InvalidValueError(
+            "A variable needs an initial value, or a function that makes one. "
+            f"Received: initial_value=None for variable {name!r}"
+        )
+    check_kinds(synchronization, aggregation, name)
+    if trainable is None:
+        trainable = synchronization is not VariableSynchronization.ON_READ
+
+    def make(strategy: Strategy) -> Variable:
+        value = _initial_array(initial_value, dtype, shape, name)
+        spec = VariableSpec(value, bool(trainable), name, synchronization, aggregation, constraint)
+        return strategy.extended._create_variable(spec)
+
+    replica = ctx.active_replica()
+    if replica is None:
+        return make(ctx.get_strategy())
+    point = MergePoint(f"creation of variable {name!r}", make, (), {})
+    return cast(Variable, replica.meet(point))
+
+
+def _initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> jax.Array:
+    value = initial_value() if callable(initial_value) else initial_value
+    value = operand_of(value)
+    if isinstance(value, DistributedValues):
+        raise InvalidValueError(
+            "The initial value of a variable must be one value, not one per replica. "
+            f"Received: {value!r} for variable {name!r}"
+        )
+    try:
+        array = jnp.asarray(value, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise InvalidValueError(
+            f"The initial value of variable {name!r} is not an array or a number that has the "
+            f"dtype {dtype}. Received: {value!r}"
+        ) from error
+    if shape is not None and tuple(shape) != array.shape:
+        raise InvalidValueError(
+            f"The initial value of variable {name!r} does not have the shape that was asked for. "
+            f"Received: shape={tuple(shape)} and an initial value of shape {array.shape}"
+        )
+    # Weak types would let later updates change the dtype.
+    return jax.lax.convert_element_type(array, array.dtype)
+
+
+def fitting_shape(value: Any, dtype: Any, name: str, method: str) -> tuple[int, ...]:
+    """The shape of a value that fits a variable's dtype; an error if it does not fit.
+
+    Python and NumPy values convert within their kind (and integers to floats); arrays of JAX must
+    promote to the variable's dtype.
+    """
+    if isinstance(value, jax.Array):
+        shape, given = value.shape, value.dtype
+        fits = jnp.promote_types(given, dtype) == dtype
+    else:
+        try:
+            host = np.asarray(value)
+        except (TypeError, ValueError):
+            host = np.asarray(None)
+        if host.dtype.kind in "USO":
+            raise InvalidValueError(
+                f"Variable.{method} of {name!r} needs an array or a number. Received: {value!r}"
+            )
+        shape, given = host.shape, host.dtype
+        fits = _kind_order(given) <= _kind_order(dtype)
+    if not fits:
+        raise InvalidValueError(
+            f"Variable {name!r} has the dtype {dtype}; the value would lose information. Convert it "
+            f"first with .astype('{dtype}'). Received: a value of dtype {given} for {method}"
+        )
+    return tuple(shape)
+
+
+def _kind_order(dtype: Any) -> int:
+    for order, kind in enumerate((jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)):
+        if jnp.issubdtype(dtype, kind):
+            return order
+    return 4
+
+
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False
+
+
+def _check_update_kwargs(method: str, kwargs: dict[str, Any]) -> None:
+    unknown = set(kwargs) - {"use_locking", "name", "read_value"}
+    if unknown:
+        raise InvalidTypeError(
+            f"Variable.{method} takes use_locking, name and read_value besides the value. "
+            f"Received: {', '.join(sorted(unknown))}"
+        )

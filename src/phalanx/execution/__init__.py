@@ -1,0 +1,1 @@
+"""How `Strategy.run` runs."""

@@ -1,0 +1,51 @@
+"""At most a bounded number of multi-device programs in flight.
+
+XLA's CPU client deadlocks once 32 computations per device are queued: the threads that should run the
+oldest program are all busy waiting for a place in the queue. Python can easily run that far ahead. So
+all multi-device programs of Phalanx are dispatched here: one at a time, and each waits until the one
+sixteen before it has finished. On other platforms the bound merely limits memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+T = TypeVar("T")
+
+MAX_IN_FLIGHT = 16
+
+
+class Throttle:
+    """Dispatches programs that return ``(result, token)``.
+
+    The token is a small array that is ready when the program has finished. It is kept here and given
+    to nobody else, so that holding it neither keeps results alive nor breaks when they are donated.
+    """
+
+    def __init__(self, limit: int = MAX_IN_FLIGHT) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._tokens: collections.deque[jax.Array] = collections.deque()
+
+    def dispatch(self, program: Callable[..., tuple[T, jax.Array]], *args: Any) -> T:
+        """Start a program, first waiting for an old one if too many are in flight."""
+        with self._lock:
+            if len(self._tokens) >= self._limit:
+                self._tokens.popleft().block_until_ready()
+            result, token = program(*args)
+            self._tokens.append(token)
+            return result
+
+    @property
+    def in_flight(self) -> int:
+        """How many programs may still be running."""
+        return len(self._tokens)
+
+
+THROTTLE = Throttle()
+"""The throttle of this process; the limit is per process, so there is only one."""

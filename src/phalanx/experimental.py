@@ -1,0 +1,23 @@
+"""`px.experimental`: the names that TensorFlow keeps under `tf.distribute.experimental`."""
+
+from phalanx import partitioners
+from phalanx.core.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ValueContext,
+)
+from phalanx.core.options import CommunicationImplementation as CollectiveCommunication
+from phalanx.core.options import collective_hints as CollectiveHints  # noqa: N812
+from phalanx.strategies.central_storage import CentralStorageStrategy
+from phalanx.strategies.tpu import TPUStrategy
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "TPUStrategy",
+    "ValueContext",
+    "partitioners",
+]

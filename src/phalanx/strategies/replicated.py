@@ -1,0 +1,55 @@
+"""What the strategies of one process share: replicas on local devices, run by the eager executor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from phalanx.core.errors import InvalidTypeError
+from phalanx.core.extended import StrategyExtended
+from phalanx.core.values import place
+from phalanx.execution.eager import run_replicas
+
+if TYPE_CHECKING:
+    from phalanx.core.strategy import Strategy
+
+
+class ReplicatedExtended(StrategyExtended):
+    """Replicas on a fixed list of local devices."""
+
+    def __init__(
+        self,
+        container_strategy: Strategy,
+        devices: tuple[jax.Device, ...],
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        super().__init__(container_strategy)
+        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+            raise InvalidTypeError(
+                "cross_device_ops must be a px.CrossDeviceOps, such as px.NcclAllReduce(), or "
+                f"None. Received: {cross_device_ops!r}"
+            )
+        self._devices = devices
+        self._cross_device_ops = cross_device_ops or ReductionToOneDevice()
+
+    @property
+    def _replica_devices(self) -> tuple[jax.Device, ...]:
+        return self._devices
+
+    @property
+    def _communicator(self) -> CrossDeviceOps:
+        return self._cross_device_ops
+
+    @functools.cached_property
+    def _replica_ids(self) -> list[jax.Array]:
+        return [place(jnp.int32(i), d) for i, d in enumerate(self._devices)]
+
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return run_replicas(self._strategy, self._devices, self._replica_ids, fn, tuple(args), kwargs)

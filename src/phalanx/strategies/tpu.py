@@ -1,0 +1,64 @@
+"""`TPUStrategy`: the mirrored strategy over the TPU cores of this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.core.devices import local_devices
+from phalanx.core.errors import InvalidValueError, UnsupportedError
+from phalanx.core.strategy import Strategy
+from phalanx.strategies.mirrored import MirroredExtended
+
+
+class NoTPUError(InvalidValueError, IndexError):
+    """There is no TPU in this process."""
+
+
+class TPUStrategy(Strategy):
+    """Synchronous training on the TPU cores of this process.
+
+    Variables are mirrored as under `MirroredStrategy`. JAX finds TPUs by itself, so no resolver is
+    needed. (Not run on TPU hardware by the project's own tests.)
+
+    Args:
+        tpu_cluster_resolver: kept for ported code and available as `cluster_resolver`.
+        experimental_device_assignment: must be None: each core runs one replica.
+        experimental_spmd_xla_partitioning: must be False; use the auto-parallel strategies to
+            split one replica over several cores.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: Any = None,
+        experimental_device_assignment: Any = None,
+        experimental_spmd_xla_partitioning: bool = False,
+    ) -> None:
+        if experimental_device_assignment is not None or experimental_spmd_xla_partitioning:
+            raise UnsupportedError(
+                "TPUStrategy runs one replica per core. To split a replica over several cores, "
+                "use jax.sharding inside the step. Received: "
+                f"experimental_device_assignment={experimental_device_assignment!r}, "
+                f"experimental_spmd_xla_partitioning={experimental_spmd_xla_partitioning!r}"
+            )
+        devices = tuple(local_devices("TPU"))
+        if not devices:
+            raise NoTPUError(
+                "JAX finds no TPU in this process. Use px.MirroredStrategy() to train on the "
+                "devices that exist."
+            )
+        self._resolver = tpu_cluster_resolver
+        super().__init__(TPUExtended(self, devices, None))
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver that was given."""
+        return self._resolver
+
+
+class TPUExtended(MirroredExtended):
+    """What `TPUStrategy` does."""
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """True: programs for TPUs are compiled for fixed shapes."""
+        return True
