@@ -107,12 +107,6 @@ class CopiedVariable(Variable, DistributedValues):
         copies[index] = place(new, self._devices[index])
         self._set(self._holder(copies))
 
-    def _set(self, value: Mirrored | PerReplica) -> None:
-        journal = ctx.current_mode().journal
-        if journal is not None:
-            journal.setdefault(self, self._value)
-        self._value = value
-
     def _on_copies(self, method: str, operand: Any) -> None:
         """Update every copy, each with its own component of the operand."""
         copies = []
@@ -294,9 +288,6 @@ class AggregatingVariable(Variable):
         operand = map_nest(lambda x: _component(x, 0), operand)
         with jax.default_device(self._device):
             new = apply_update(method, self._value, operand)
-        journal = ctx.current_mode().journal
-        if journal is not None:
-            journal.setdefault(self, self._value)
         self._store(new)
 
     __hash__ = Variable.__hash__

@@ -311,7 +311,14 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         return self
 
     def _store(self, new: jax.Array) -> None:
-        self._value = new if self._device is None else place(new, self._device)
+        self._set(new if self._device is None else place(new, self._device))
+
+    def _set(self, held: Any) -> None:
+        """Replace what the variable holds, noting the old value where an update may be undone."""
+        journal = ctx.current_mode().journal
+        if journal is not None:
+            journal.setdefault(self, self._value)
+        self._value = held
 
     def _checked(self, method: str, value: Any) -> Any:
         """Require that a value fits in dtype and shape; returns it as it is.

@@ -1,0 +1,102 @@
+"""Virtual environments for the libraries that benchmarks compare with, made on first use.
+
+``python benchmarks/peers.py tensorflow`` makes the environment (or finds the one made before) and prints
+its interpreter. An interpreter that has the library already can be given instead, in the environment
+variable PHALANX_BENCH_TENSORFLOW_PYTHON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HOME = Path(__file__).resolve().parent.parent / ".venvs"
+
+# For each peer, what to install; the first that can be installed is taken.
+PEERS = {"tensorflow": ("tensorflow-cpu==2.21.0", "tensorflow==2.21.0")}
+
+VENV_DEADLINE = 300.0
+INSTALL_DEADLINE = 1800.0
+
+
+class PeerError(RuntimeError):
+    """A peer's environment could not be made."""
+
+
+def peer_python(peer: str) -> Path:
+    """The interpreter that has a peer installed; makes its environment if there is none."""
+    variable = f"PHALANX_BENCH_{peer.upper()}_PYTHON"
+    given = os.environ.get(variable)
+    if given:
+        # A virtual environment's interpreter is a link, which must not be followed.
+        python = Path(os.path.abspath(given))
+        if not os.access(python, os.X_OK):
+            raise PeerError(f"{variable} must be a Python interpreter. Received: {given}")
+        return python
+    home = HOME / peer
+    python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    stamp = home / ".installed"
+    if python.exists() and stamp.exists() and stamp.read_text().strip() in PEERS[peer]:
+        return python
+    _make(home, python, stamp, PEERS[peer])
+    return python
+
+
+def _make(home: Path, python: Path, stamp: Path, requirements: tuple[str, ...]) -> None:
+    _say(f"Making a virtual environment in {home.relative_to(HOME.parent)}")
+    if home.exists():
+        shutil.rmtree(home)  # left behind by an installation that was interrupted
+    _run([sys.executable, "-m", "venv", str(home)], VENV_DEADLINE)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    failures = []
+    for requirement in requirements:
+        _say(f"Installing {requirement}; this takes a few minutes")
+        try:
+            _run([*pip, requirement], INSTALL_DEADLINE)
+        except PeerError as error:
+            failures.append(str(error))
+            continue
+        stamp.write_text(requirement + "\n")
+        return
+    raise PeerError("Nothing could be installed.\n" + "\n".join(failures))
+
+
+def _run(command: list[str], deadline: float) -> None:
+    what = " ".join(command[1:])
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=deadline,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise PeerError(f"python {what}: not done after {deadline:.0f} s") from late
+    if done.returncode:
+        raise PeerError(f"python {what}: exit code {done.returncode}\n{done.stdout.strip()}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make a peer's environment and print its interpreter.")
+    parser.add_argument("peer", choices=sorted(PEERS))
+    try:
+        print(peer_python(parser.parse_args().peer))
+    except PeerError as error:
+        _say(str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
