@@ -1,0 +1,102 @@
+"""The shape of the package: layers, public names, and one home for private JAX calls."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import phalanx as px
+
+ROOT = Path(px.__file__).parent
+LAYERS = ["core", "execution", "collectives", "strategies"]
+BESIDE = {"cluster": {"core"}, "train": {"cluster", "core"}, "cli": set(LAYERS) | {"train"}}
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_arrows_point_one_way(path: Path) -> None:
+    layer = path.relative_to(ROOT).parts[0]
+    if layer not in LAYERS and layer not in BESIDE:
+        return  # the façade
+    below = set(LAYERS[: LAYERS.index(layer)]) if layer in LAYERS else BESIDE[layer]
+    allowed = below | {layer}
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "phalanx" and len(parts) > 1 and (ROOT / parts[1]).is_dir():
+            assert parts[1] in allowed, f"{path} must not import {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_private_jax_is_called_in_one_place(path: Path) -> None:
+    if path.name != "compat.py":
+        assert not any(
+            n.startswith(("jax._src", "jax.experimental", "jax.interpreters")) for n in imported(path)
+        )
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_hold_one_idea(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 520
+
+
+def public_modules() -> list[str]:
+    names = ["phalanx"]
+    for info in pkgutil.iter_modules([str(ROOT)]):
+        module = importlib.import_module(f"phalanx.{info.name}")
+        if hasattr(module, "__all__"):
+            names.append(module.__name__)
+    return names
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_public_names_exist_are_sorted_and_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__
+    assert len(set(module.__all__)) == len(module.__all__)
+    for symbol in module.__all__:
+        thing = getattr(module, symbol)
+        assert inspect.getdoc(thing), f"{name}.{symbol} has no docstring"
+
+
+def test_public_methods_are_documented() -> None:
+    for symbol in px.__all__:
+        thing = getattr(px, symbol)
+        if not inspect.isclass(thing):
+            continue
+        for name, member in vars(thing).items():
+            if name.startswith("_") or not (callable(member) or isinstance(member, property)):
+                continue
+            assert inspect.getdoc(getattr(thing, name)), f"px.{symbol}.{name} has no docstring"
+
+
+def test_seed_names_exist() -> None:
+    for name in (
+        "CrossDeviceOps HierarchicalCopyAllReduce InputContext InputReplicationMode MirroredStrategy "
+        "NcclAllReduce OneDeviceStrategy ReduceOp ReductionToOneDevice ReplicaContext Strategy "
+        "StrategyExtended experimental_set_strategy get_replica_context get_strategy has_strategy "
+        "in_cross_replica_context cluster_resolver experimental"
+    ).split():
+        assert hasattr(px, name)
+    for name in "CentralStorageStrategy TPUStrategy ValueContext CommunicationOptions".split():
+        assert hasattr(px.experimental, name)
+    for error in vars(px.errors).values():
+        if isinstance(error, type) and issubclass(error, Exception):
+            assert issubclass(error, px.PhalanxError)
