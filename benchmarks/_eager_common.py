@@ -24,7 +24,7 @@ SIZES = (784, 64, 64, 10)
 GLOBAL_BATCH = 64
 BATCHES = 8
 LEARNING_RATE = 0.002
-"""Small on purpose: where rounding flips a ReLU a gradient jumps, and the losses drift apart with it."""
+"""Small on purpose: where rounding flips a ReLU a gradient jumps, and losses drift apart with it."""
 
 
 def initial_parameters() -> list[np.ndarray]:

@@ -84,6 +84,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            bufsize=0,
             env=environment,
         )
 
@@ -120,7 +121,6 @@ class Child:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
-            self._process.stdin.flush()
         except BrokenPipeError:
             raise BenchmarkError(f"{self.name} is gone{self._last_words()}") from None
 
@@ -244,11 +244,11 @@ def report(
 Measured: one `strategy.run` of a training step of the MLP 784-64-64-10 (float32, cross-entropy, SGD,
 global batch of 64) under `MirroredStrategy` on logical CPU devices, in one process per variant. On each
 replica: loss and gradients, `all_reduce` of the gradients, and one `merge_call` that updates every
-variable with `strategy.extended.update` and `assign_sub`. No variant compiles the step as a whole (there
-is no `tf.function`); the last one compiles the loss and its gradients, and nothing else.
+variable with `strategy.extended.update` and `assign_sub`. No variant compiles the step as a whole
+(there is no `tf.function`); the last one compiles the loss and its gradients, and nothing else.
 
-{rounds} rounds of {steps} steps for each variant, taking turns, in an order that rotates. A round's time
-ends when all devices have finished. "ms per step" is the median over rounds. "time relative to
+{rounds} rounds of {steps} steps for each variant, taking turns, in an order that rotates. The time of a
+round ends when all devices have finished. "ms per step" is the median over rounds. "time relative to
 TensorFlow" is the median (and range) of the ratios to TensorFlow's time in the same round; below 1 is
 faster. The losses of all variants agreed to {LOSS_TOLERANCE:g} at the end of every round.
 

@@ -1,8 +1,8 @@
 """Virtual environments for the libraries that benchmarks compare with, made on first use.
 
-``python benchmarks/peers.py tensorflow`` makes the environment (or finds the one made before) and prints
-its interpreter. An interpreter that has the library already can be given instead, in the environment
-variable PHALANX_BENCH_TENSORFLOW_PYTHON.
+``python benchmarks/peers.py tensorflow`` makes the environment (or finds the one made before) and
+prints its interpreter. An interpreter that has the library already can be given instead, in the
+environment variable PHALANX_BENCH_TENSORFLOW_PYTHON.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def test_private_jax_is_called_in_one_place(path: Path) -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_hold_one_idea(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 520
+    assert len(path.read_text().splitlines()) <= 500
 
 
 def public_modules() -> list[str]:
@@ -87,15 +87,17 @@ def test_public_methods_are_documented() -> None:
             assert inspect.getdoc(getattr(thing, name)), f"px.{symbol}.{name} has no docstring"
 
 
+SEED_NAMES = """
+CrossDeviceOps HierarchicalCopyAllReduce InputContext InputReplicationMode MirroredStrategy
+NcclAllReduce OneDeviceStrategy ReduceOp ReductionToOneDevice ReplicaContext Strategy StrategyExtended
+experimental_set_strategy get_replica_context get_strategy has_strategy in_cross_replica_context
+cluster_resolver experimental
+"""
+
+
 def test_seed_names_exist() -> None:
-    for name in (
-        "CrossDeviceOps HierarchicalCopyAllReduce InputContext InputReplicationMode MirroredStrategy "
-        "NcclAllReduce OneDeviceStrategy ReduceOp ReductionToOneDevice ReplicaContext Strategy "
-        "StrategyExtended experimental_set_strategy get_replica_context get_strategy has_strategy "
-        "in_cross_replica_context cluster_resolver experimental"
-    ).split():
-        assert hasattr(px, name)
-    for name in "CentralStorageStrategy TPUStrategy ValueContext CommunicationOptions".split():
+    assert [name for name in SEED_NAMES.split() if not hasattr(px, name)] == []
+    for name in ("CentralStorageStrategy", "TPUStrategy", "ValueContext", "CommunicationOptions"):
         assert hasattr(px.experimental, name)
     for error in vars(px.errors).values():
         if isinstance(error, type) and issubclass(error, Exception):

@@ -14,7 +14,7 @@ A map of the package:
 Arrows point one way: core <- execution <- collectives <- strategies. This module only re-exports.
 """
 
-from phalanx import cluster_resolver, config, errors, experimental, partitioners, train
+from phalanx import cluster_resolver, config, errors, experimental, nn, partitioners, train
 from phalanx.collectives.cross_device_ops import (
     AllReduceCrossDeviceOps,
     CrossDeviceOps,
@@ -91,6 +91,7 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "nn",
     "partitioners",
     "train",
 ]

@@ -473,4 +473,24 @@ def tr_embedding_sparse_grads():
 
 
 awaits("the Keras integration", "tr_keras_fit_batch4_two")
-awaits("px.nn", "tr_compute_average_loss_scope", "tr_scale_regularization_loss")
+
+
+@case()
+def tr_compute_average_loss_scope():
+    with mirrored(2).scope():
+        return px.nn.compute_average_loss(jnp.array([1.0, 2.0]))
+
+
+@case()
+def tr_scale_regularization_loss():
+    s = mirrored(2)
+    try:
+        with s.scope():
+            in_scope = px.nn.scale_regularization_loss(jnp.asarray(6.0))
+    except RuntimeError:
+        in_scope = {"raises": "RuntimeError"}
+    return {
+        "none": px.nn.scale_regularization_loss(jnp.asarray(6.0)),
+        "run": s.run(lambda: px.nn.scale_regularization_loss(jnp.asarray(6.0))),
+        "scope": in_scope,
+    }

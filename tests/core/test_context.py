@@ -87,7 +87,7 @@ def test_kept_replica_contexts_are_refused() -> None:
     for call in (lambda: kept.merge_call(lambda s: 1), lambda: kept.all_reduce("sum", 1.0)):
         with pytest.raises(RuntimeError):
             call()
-        with s.scope(), pytest.raises(RuntimeError, match="Strategy.run"):
+        with s.scope(), pytest.raises(RuntimeError, match=r"Strategy\.run"):
             call()
         with pytest.raises(RuntimeError):
             s.run(call)
@@ -99,7 +99,7 @@ def test_the_default_context() -> None:
     assert context.replica_id_in_sync_group == 0
     assert type(context.replica_id_in_sync_group) is int
     assert context.merge_call(lambda s, x: x + 1, args=(1,)) == 2
-    inside = px.get_strategy().run(lambda: px.get_replica_context())
+    inside = px.get_strategy().run(px.get_replica_context)
     assert inside.replica_id_in_sync_group.dtype == jnp.int32
     with pytest.raises(RuntimeError):
         _ = px.get_strategy().extended.worker_devices

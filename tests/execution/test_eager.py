@@ -266,3 +266,61 @@ def test_nested_runs_and_many_steps() -> None:
     for _ in range(60):
         s.run(step)
     assert float(v) == 240.0
+
+
+def test_no_meeting_and_no_write_inside_staged_code() -> None:
+    s = mirrored(2)
+    with s.scope():
+        summed = px.Variable(0.0, aggregation=px.VariableAggregation.SUM)
+        local = px.Variable(0.0, synchronization=px.VariableSynchronization.ON_READ)
+    plain = px.Variable(0.0)
+
+    @jax.jit
+    def meet() -> Any:
+        return ctx().merge_call(lambda s: 1)
+
+    for step in (
+        meet,
+        jax.jit(lambda: summed.assign_add(1.0) + 0.0),
+        jax.jit(lambda: summed.assign_add(jnp.ones(())) + 0.0),
+        jax.jit(lambda: local.assign_add(1.0) + 0.0),
+        jax.jit(lambda: plain.assign_add(1.0) + 0.0),
+    ):
+        with pytest.raises(RuntimeError, match="stag"):
+            s.run(lambda step=step: step())
+    with pytest.raises(RuntimeError, match="stag"):
+        jax.jit(lambda x: plain.assign(x) + 0.0)(1.0)
+    assert float(plain) == 0.0
+    assert [float(c) for v in (summed, local) for c in v.values] == [0.0] * 4
+
+
+def test_writing_inside_a_gradient_writes_the_value() -> None:
+    """A moving average inside the loss function: the usual place of batch normalization."""
+    s = mirrored(2)
+    with s.scope():
+        mean = px.Variable(0.0, aggregation=px.VariableAggregation.MEAN)
+
+    def step() -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            activation = w * (rid() + 1.0)
+            mean.assign(activation)
+            return activation**2 + mean * 0.0
+
+        return jax.grad(loss)(jnp.float32(2.0))
+
+    result = s.run(step)
+    assert [float(x) for x in result.values] == [4.0, 16.0]
+    assert float(mean) == 3.0
+
+
+def test_a_captured_array_comes_back_on_every_device() -> None:
+    s = mirrored(2)
+    c = jnp.ones(2)
+    for call in (
+        lambda: ctx().all_reduce("sum", c),
+        lambda: ctx().all_reduce("mean", c),
+        lambda: ctx().all_gather(c, axis=0),
+        lambda: ctx().all_reduce("sum", px.IndexedSlices(c, jnp.array([0, 1]))).values,
+    ):
+        result = s.run(call)
+        assert [next(iter(x.devices())).id for x in result.values] == [0, 1]

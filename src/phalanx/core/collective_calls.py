@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx.core import compat
-from phalanx.core.errors import ContextError, UnsupportedError
+from phalanx.core.errors import UnsupportedError
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.operators import operand_of
 from phalanx.core.options import CommunicationOptions, as_communication_options
@@ -136,20 +136,13 @@ def _differentiably(call: _Collective, xs: Arrays) -> Arrays:
     """Run a collective, with its own gradient where `xs` are being differentiated.
 
     The rule meets the other replicas once in the forward pass and once in the backward pass, each
-    time with known values. Arrays that are being staged into a program have no values to meet
-    with. If `Strategy.run` itself is being transformed, the plain computation is differentiated.
+    time with known values. If `Strategy.run` itself is being transformed, the plain computation is
+    differentiated.
     """
     context = call.context
     if context.num_replicas_in_sync == 1 or context.under_outer_trace:
         return call.forward(xs)
-    if any(compat.is_staged(x) for x in xs):
-        raise ContextError(
-            "A collective was called while its replica was staging a program (jax.jit, lax.scan, "
-            "lax.cond or jax.vmap inside an eagerly run replica function). Replicas that run "
-            "eagerly can only meet with known values: call the collective outside of the staged "
-            "function."
-        )
-    if any(compat.is_tracer(x) for x in xs):
+    if any(compat.is_tracer(x) for x in xs) and not any(compat.is_staged(x) for x in xs):
         return list(_with_gradient(call, tuple(xs)))
     return call.forward(xs)
 

@@ -37,7 +37,7 @@ from phalanx.core.reduction import (
     local_count,
     local_sum,
 )
-from phalanx.core.values import DistributedValues, Mirrored, PerReplica, device_of
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica, device_of, place
 from phalanx.core.variables import Variable
 
 
@@ -70,10 +70,15 @@ Pair = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Combiner:
-    """The rules, for a number of replicas and a way to move their data."""
+    """The rules, for replicas on certain devices and a way to move their data."""
 
-    replicas: int
+    devices: tuple[jax.Device | None, ...]
     communicator: Communicator
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas there are."""
+        return len(self.devices)
 
     # -- reductions -----------------------------------------------------------------------------
 
@@ -199,21 +204,32 @@ class Combiner:
             return [divide(v, 1) if op is ReduceOp.MEAN else v for v in values]
         for value in values:
             check_alike(value.values, "all_reduce")
-        return self.batch_reduce_to(op, [(v, v) for v in values], options)
+        spread = [self._spread(v) for v in values]
+        return self.batch_reduce_to(op, [(v, v) for v in spread], options)
 
     def all_reduce_slices(self, op: ReduceOp, value: Any) -> Any:
         """Join sparse rows on every replica."""
         if self.replicas == 1:
             return value
-        rows = PerReplica([s.values for s in value.values])
+        rows = self._spread(PerReplica([s.values for s in value.values]))
         return self.communicator.reduce(op, value, rows)
 
     def all_gather(
         self, value: Any, axis: Any, options: CommunicationOptions
     ) -> tuple[Any, int, list[int]]:
         """Join a value on every replica; also gives the axis and each replica's size along it."""
-        value = value if isinstance(value, PerReplica) else PerReplica([value])
+        value = self._spread(value if isinstance(value, PerReplica) else PerReplica([value]))
         return self._join(value, axis, "all_gather", value, options)
+
+    def _spread(self, value: PerReplica) -> PerReplica:
+        """The value with each component on its replica's device, so that results return there.
+
+        Replicas may contribute an array that lives elsewhere, such as one they all captured.
+        """
+        if _is_traced(value):
+            return value
+        pairs = zip(value.values, self.devices, strict=True)
+        return PerReplica([x if d is None else place(x, d) for x, d in pairs])
 
 
 def copies_of(value: Any) -> Any:

@@ -6,6 +6,8 @@ else in the package imports from ``jax._src`` or relies on undocumented behaviou
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import xla_bridge as _bridge
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import pxla as _pxla
 from jax.sharding import Sharding
 
@@ -29,6 +32,8 @@ def backends_are_initialized() -> bool:
 
 def platform_may_exist(platform: str) -> bool:
     """Whether a backend for `platform` could start, judged without starting any backend."""
+    if platform == "tpu":  # always registered, so look for the library behind it
+        return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
     aliases = {"gpu": ("gpu", "cuda", "rocm")}.get(platform, (platform,))
     return any(name in _bridge._backend_factories for name in aliases)
 
@@ -69,22 +74,46 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, _core.Tracer)
 
 
-def is_staged(x: Any) -> bool:
-    """Whether `x` is being staged into a program (`jit`, `scan`, …), so has no value yet.
+def primal_value(x: Any) -> Any:
+    """The value behind the tracers of `grad` and `jvp`; tracers of other kinds have none.
 
-    Tracers of `grad` and `jvp` outside of `jit` are not staged: their primal values are known.
+    Outside of `jit` the values that are being differentiated are known all the time.
     """
-    while isinstance(x, _core.Tracer):
-        inner = getattr(x, "primal", None)
-        if inner is None:
+    while isinstance(x, _DIFFERENTIATED):
+        x = x.primal
+    return x
+
+
+def is_staged(x: Any) -> bool:
+    """Whether `x` is being staged into a program (`jit`, `scan`, `vmap`, …), so has no value yet."""
+    return isinstance(primal_value(x), _core.Tracer)
+
+
+_DIFFERENTIATED = (_ad.JVPTracer, _ad.LinearizeTracer)
+_DIFFERENTIATING = (_ad.JVPTrace, _ad.LinearizeTrace)
+
+
+def current_trace() -> Any:
+    """The JAX transformation that the calling thread is in, as an opaque object."""
+    return _core.trace_ctx.trace
+
+
+def is_transformation(trace: Any) -> bool:
+    """Whether a trace is a transformation rather than plain evaluation."""
+    return trace is not _core.eval_trace
+
+
+def staging_since(outer: Any) -> bool:
+    """Whether, since `outer` was current, this thread has begun to stage a program.
+
+    Differentiation does not count: it runs with known values.
+    """
+    trace = _core.trace_ctx.trace
+    while trace is not outer and trace is not _core.eval_trace:
+        if not isinstance(trace, _DIFFERENTIATING):
             return True
-        x = inner
+        trace = trace.parent_trace
     return False
-
-
-def tracing() -> bool:
-    """Whether the calling thread is inside any JAX transformation."""
-    return _core.trace_ctx.trace is not _core.eval_trace
 
 
 # -- types that JAX should accept as arrays -----------------------------------------------------

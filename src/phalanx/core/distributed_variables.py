@@ -26,6 +26,7 @@ from phalanx.core.synchronization import (
     check_scatter,
     copy_value_for_read_sum,
 )
+from phalanx.core.updates import apply_update
 from phalanx.core.values import (
     DistributedValues,
     Mirrored,
@@ -33,7 +34,7 @@ from phalanx.core.values import (
     place,
     same_value,
 )
-from phalanx.core.variables import Variable, VariableSpec, apply_update
+from phalanx.core.variables import Variable, VariableSpec
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy

@@ -64,8 +64,8 @@ class StrategyExtended:
     # -- hooks ----------------------------------------------------------------------------------
 
     @property
-    def _replica_devices(self) -> tuple[jax.Device, ...]:
-        """Hook: the device of each replica."""
+    def _replica_devices(self) -> tuple[jax.Device | None, ...]:
+        """Hook: the device of each replica; None for JAX's default device."""
         raise UnsupportedError(f"{type(self).__name__} does not say where its replicas are")
 
     @property
@@ -99,7 +99,7 @@ class StrategyExtended:
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The devices that replicas compute on, as canonical device strings."""
-        return tuple(device_name(d) for d in self._replica_devices)
+        return tuple(device_name(d) for d in self._replica_devices if d is not None)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ class StrategyExtended:
 
     @property
     def _combiner(self) -> Combiner:
-        return Combiner(self._num_replicas_in_sync, self._communicator)
+        return Combiner(self._replica_devices, self._communicator)
 
     # -- running --------------------------------------------------------------------------------
 
@@ -400,7 +400,9 @@ def _on(device: jax.Device | None) -> AbstractContextManager[Any]:
     return jax.default_device(device)
 
 
-def _to_device(device: jax.Device, x: Any) -> Any:
+def _to_device(device: jax.Device | None, x: Any) -> Any:
+    if device is None:
+        return x
     if isinstance(x, jax.Array):
         return place(x, device)
     if isinstance(x, IndexedSlices):

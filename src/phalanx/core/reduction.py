@@ -114,12 +114,15 @@ def as_operand(x: Any) -> jax.Array:
     """
     if not isinstance(x, jax.Array):
         try:
-            x = jnp.asarray(x)
+            host = np.asarray(x)
         except (TypeError, ValueError):
+            host = np.asarray(None)
+        if host.dtype.kind in "USO":
             raise InvalidOperandError(
                 "Only arrays and numbers can be reduced over replicas. "
                 f"Received: {x!r} of type {type(x).__name__}"
-            ) from None
+            )
+        x = jnp.asarray(x)
     if x.dtype == jnp.bool_:
         raise InvalidArgumentError(
             "Booleans cannot be summed or averaged. Cast them to a number type first, as in "

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.core import compat
 from phalanx.core import context as ctx
 from phalanx.core.devices import short_name
 from phalanx.core.errors import ContextError, InvalidValueError
@@ -77,7 +78,6 @@ class ReplicaContext:
         device: jax.Device | None = None,
         rendezvous: Rendezvous | None = None,
         index: int | None = None,
-        under_outer_trace: bool = False,
     ) -> None:
         if not _is_replica_id(replica_id_in_sync_group):
             raise InvalidValueError(
@@ -90,8 +90,7 @@ class ReplicaContext:
         self._rendezvous = rendezvous or SoloRendezvous()
         self._index = index if index is not None else int(replica_id_in_sync_group or 0)
         self._entered: list[Any] = []
-        self.under_outer_trace = under_outer_trace
-        """Whether `Strategy.run` was called inside a JAX transformation such as `jax.grad`."""
+        self._outer_trace = compat.current_trace()
 
     @property
     def strategy(self) -> Strategy:
@@ -115,6 +114,11 @@ class ReplicaContext:
     def replica_index(self) -> int:
         """The position of this replica among the replicas of this process, as a Python int."""
         return self._index
+
+    @property
+    def under_outer_trace(self) -> bool:
+        """Whether `Strategy.run` was called inside a JAX transformation such as `jax.grad`."""
+        return compat.is_transformation(self._outer_trace)
 
     @property
     def device(self) -> jax.Device | None:
@@ -169,6 +173,12 @@ class ReplicaContext:
     def meet(self, point: MergePoint) -> Any:
         """Meet the other replicas at a merge point of any kind."""
         ctx.require_replica_context(self, f"ReplicaContext.{point.kind}")
+        if compat.staging_since(self._outer_trace):
+            raise ContextError(
+                f"{point.kind} was called while the replica was staging a program (jax.jit, lax.scan, "
+                "lax.cond or jax.vmap inside an eagerly run replica function). Replicas that run "
+                "eagerly can only meet with known values: call it outside of the staged function."
+            )
         return self._rendezvous.meet(self, point)
 
     def all_reduce(

@@ -20,7 +20,7 @@ import numpy as np
 from phalanx.core import compat
 from phalanx.core import context as ctx
 from phalanx.core.devices import device_name
-from phalanx.core.errors import InternalError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import ContextError, InternalError, InvalidTypeError, InvalidValueError
 from phalanx.core.indexed_slices import IndexedSlices, checked_slices
 from phalanx.core.operators import ArrayOperators, operand_of
 from phalanx.core.replica_context import MergePoint
@@ -30,6 +30,7 @@ from phalanx.core.synchronization import (
     VariableSynchronization,
     check_kinds,
 )
+from phalanx.core.updates import apply_update, broadcasts_to, fitting_shape
 from phalanx.core.values import DistributedValues, describe_numpy, device_of, place
 
 if TYPE_CHECKING:
@@ -58,31 +59,6 @@ class VariableMeta(type):
         if cls is not Variable:
             return super().__call__(*args, **kwargs)
         return create_variable(*args, **kwargs)
-
-
-# -- what an update does to a value: new = update(old, operand) ---------------------------------
-
-Update = Callable[[jax.Array, Any], jax.Array]
-
-_UPDATES: dict[str, Update] = {
-    "assign": lambda old, new: new,
-    "assign_add": lambda old, x: old + x,
-    "assign_sub": lambda old, x: old - x,
-    "scatter_add": lambda old, s: old.at[s.indices].add(s.values),
-    "scatter_sub": lambda old, s: old.at[s.indices].add(-s.values),
-    "scatter_mul": lambda old, s: old.at[s.indices].multiply(s.values),
-    "scatter_div": lambda old, s: old.at[s.indices].divide(s.values),
-    "scatter_min": lambda old, s: old.at[s.indices].min(s.values),
-    "scatter_max": lambda old, s: old.at[s.indices].max(s.values),
-    "scatter_update": lambda old, s: old.at[s.indices].set(s.values),
-}
-
-
-def apply_update(method: str, old: jax.Array, operand: Any) -> jax.Array:
-    """The value after an update; never changes the dtype."""
-    if not isinstance(operand, IndexedSlices):
-        operand = jnp.asarray(operand, old.dtype)
-    return _UPDATES[method](old, operand).astype(old.dtype)
 
 
 class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
@@ -292,6 +268,7 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         self._check_access(f"Variable.{method} of {self.name!r}")
         if isinstance(value, Variable) or ctx.active_replica() is not None:
             value = operand_of(value)
+        value = compat.primal_value(value)
         if not isinstance(value, DistributedValues):
             value = self._checked(method, value)
         return self._update(method, value)
@@ -315,6 +292,12 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
 
     def _set(self, held: Any) -> None:
         """Replace what the variable holds, noting the old value where an update may be undone."""
+        if any(compat.is_tracer(x) for x in getattr(held, "values", (held,))):
+            raise ContextError(
+                f"Variable {self.name!r} was written while a program was being staged (jax.jit, "
+                "lax.scan, jax.vmap), where values are not known yet. Return the new value from the "
+                "staged function and assign it outside."
+            )
         journal = ctx.current_mode().journal
         if journal is not None:
             journal.setdefault(self, self._value)
@@ -327,7 +310,7 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         own by object identity, so nothing may be converted before they meet.
         """
         shape = fitting_shape(value, self.dtype, self.name, method)
-        broadcasts = method != "assign" and _broadcasts(shape, self.shape)
+        broadcasts = method != "assign" and broadcasts_to(shape, self.shape)
         if shape != self.shape and not broadcasts:
             raise InvalidValueError(
                 f"Variable {self.name!r} has the shape {list(self.shape)}, and the shape of a "
@@ -459,48 +442,6 @@ def _initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> jax
         )
     # Weak types would let later updates change the dtype.
     return jax.lax.convert_element_type(array, array.dtype)
-
-
-def fitting_shape(value: Any, dtype: Any, name: str, method: str) -> tuple[int, ...]:
-    """The shape of a value that fits a variable's dtype; an error if it does not fit.
-
-    Python and NumPy values convert within their kind (and integers to floats); arrays of JAX must
-    promote to the variable's dtype.
-    """
-    if isinstance(value, jax.Array):
-        shape, given = value.shape, value.dtype
-        fits = jnp.promote_types(given, dtype) == dtype
-    else:
-        try:
-            host = np.asarray(value)
-        except (TypeError, ValueError):
-            host = np.asarray(None)
-        if host.dtype.kind in "USO":
-            raise InvalidValueError(
-                f"Variable.{method} of {name!r} needs an array or a number. Received: {value!r}"
-            )
-        shape, given = host.shape, host.dtype
-        fits = _kind_order(given) <= _kind_order(dtype)
-    if not fits:
-        raise InvalidValueError(
-            f"Variable {name!r} has the dtype {dtype}; the value would lose information. Convert it "
-            f"first with .astype('{dtype}'). Received: a value of dtype {given} for {method}"
-        )
-    return tuple(shape)
-
-
-def _kind_order(dtype: Any) -> int:
-    for order, kind in enumerate((jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)):
-        if jnp.issubdtype(dtype, kind):
-            return order
-    return 4
-
-
-def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    try:
-        return np.broadcast_shapes(shape, target) == target
-    except ValueError:
-        return False
 
 
 def _check_update_kwargs(method: str, kwargs: dict[str, Any]) -> None:

@@ -93,7 +93,6 @@ class EagerRun:
     ) -> None:
         self._strategy = strategy
         self._fn, self._args, self._kwargs = fn, args, kwargs
-        traced = compat.tracing()
         self._replicas = [
             _Replica(
                 i,
@@ -104,7 +103,6 @@ class EagerRun:
                     device=device,
                     rendezvous=self,
                     index=i,
-                    under_outer_trace=traced,
                 ),
             )
             for i, (device, replica_id) in enumerate(zip(devices, replica_ids, strict=True))

@@ -11,7 +11,6 @@ from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneD
 from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError
 from phalanx.core.extended import StrategyExtended
-from phalanx.core.options import ValueContext
 from phalanx.core.replica_context import ReplicaContext
 from phalanx.core.strategy import Strategy
 from phalanx.core.variables import ResourceVariable, Variable, VariableSpec
@@ -41,8 +40,8 @@ class DefaultExtended(StrategyExtended):
         self._ops = ReductionToOneDevice()
 
     @property
-    def _num_replicas_in_sync(self) -> int:
-        return 1
+    def _replica_devices(self) -> tuple[None]:
+        return (None,)
 
     @property
     def _communicator(self) -> CrossDeviceOps:
@@ -77,9 +76,6 @@ class DefaultExtended(StrategyExtended):
 
     def _create_variable(self, spec: VariableSpec) -> Variable:
         return ResourceVariable(spec)
-
-    def _make_values(self, value_fn: Callable[[ValueContext], Any]) -> list[Any]:
-        return [value_fn(ValueContext(0, 1))]
 
     def _scope(self) -> Any:
         return _DefaultScope(self._strategy)
