@@ -90,7 +90,7 @@ class MirroredReductionError(PhalanxError, AssertionError):
     """A sum was asked of a value that is the same on all replicas by construction."""
 
 
-class InvalidDestinationError(InvalidTypeError, AssertionError, AttributeError):
+class InvalidDestinationError(InvalidTypeError, InvalidValueError, AssertionError, AttributeError):
     """The destination of a reduction or broadcast is not a device, a value or a variable."""
 
 
