@@ -26,10 +26,10 @@ def value(strategy: px.Strategy) -> Any:
 
 def test_a_per_replica_value_is_one_sharded_array_to_jax(value: Any) -> None:
     (leaf,) = jax.tree.leaves(value)
-    assert leaf.shape == (2, 2)
+    assert leaf.shape == (4,)
     assert leaf.sharding.spec == jax.sharding.PartitionSpec("replica")
     assert [s.device.id for s in leaf.addressable_shards] == [0, 1]
-    np.testing.assert_array_equal(leaf, [[1.0, 2.0], [11.0, 12.0]])
+    np.testing.assert_array_equal(leaf, [1.0, 2.0, 11.0, 12.0])
 
 
 def test_per_replica_values_pass_through_jit_and_tree_map(value: Any) -> None:

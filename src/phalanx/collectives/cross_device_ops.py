@@ -297,7 +297,7 @@ def _as_per_replica(value: Any) -> PerReplica:
     if isinstance(value, PerReplica):
         return value
     if isinstance(value, Variable):
-        held = value._value
+        held = value._held()
         return held if isinstance(held, PerReplica) else PerReplica([value.read_value()])
     if isinstance(value, DistributedValues):
         return PerReplica([value.values[0]])

@@ -31,13 +31,13 @@ def all_reduce(
     """Reduce each column, which holds one array per device, onto all devices."""
     inputs = [_as_global(column, devices) for column in columns]
     outputs = THROTTLE.dispatch(_all_reduce_program(op, devices, packing), inputs)
-    return [Mirrored.from_global(x) for x in outputs]
+    return [Mirrored.of_global(x, len(devices)) for x in outputs]
 
 
 def all_gather(column: Sequence[jax.Array], devices: Devices, axis: int) -> Mirrored:
     """Join arrays of one shape, one per device, along `axis` on all devices."""
     program = _all_gather_program(devices, axis)
-    return Mirrored.from_global(THROTTLE.dispatch(program, _as_global(column, devices)))
+    return Mirrored.of_global(THROTTLE.dispatch(program, _as_global(column, devices)), len(devices))
 
 
 def _as_global(column: Sequence[jax.Array], devices: Devices) -> jax.Array:

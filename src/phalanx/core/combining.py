@@ -234,7 +234,7 @@ class Combiner:
 
 def copies_of(value: Any) -> Any:
     """The distributed value behind a variable with copies; other values as they are."""
-    return value._value if isinstance(value, CopiedVariable) else value
+    return value._held() if isinstance(value, CopiedVariable) else value
 
 
 def _is_traced(value: DistributedValues) -> bool:

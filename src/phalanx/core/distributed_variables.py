@@ -100,22 +100,16 @@ class CopiedVariable(Variable, DistributedValues):
         return mode.update_index if mode.replica_context is None else mode.replica_context.replica_index
 
     def _copy(self, index: int) -> jax.Array:
-        value: jax.Array = self._value.values[index]
+        value: jax.Array = self._held().component(index)
         return value
 
     def _store_copy(self, index: int, new: jax.Array) -> None:
-        copies = list(self._value.values)
-        copies[index] = place(new, self._devices[index])
-        self._set(self._holder(copies))
+        self._set(self._held().with_component(index, place(new, self._devices[index])))
 
     def _on_copies(self, method: str, operand: Any) -> None:
         """Update every copy, each with its own component of the operand."""
-        copies = []
-        for i, (old, device) in enumerate(zip(self._value.values, self._devices, strict=True)):
-            mine = map_nest(functools.partial(_component, index=i), operand)
-            with jax.default_device(device):
-                copies.append(place(apply_update(method, old, mine), device))
-        self._set(self._holder(copies))
+        update = functools.partial(apply_update, method)
+        self._set(self._held().map_components(update, operand))
 
     def _check_access(self, what: str) -> None:
         assert self._strategy is not None
@@ -173,7 +167,7 @@ class MirroredVariable(CopiedVariable):
             self._store_copy(here, apply_update(method, self._copy(here), _component(operand, here)))
             return self
         self._write(method, self._checked_operand(method, operand))
-        return self._value
+        return self._held()
 
     def _write(self, method: str, operand: Any) -> None:
         self._on_copies(method, operand)
@@ -217,7 +211,7 @@ class SyncOnReadVariable(CopiedVariable):
             )
         assert self._strategy is not None
         op = ReduceOp.from_variable_aggregation(kind)
-        result: jax.Array = self._strategy.extended._reduce(op, self._value, None)
+        result: jax.Array = self._strategy.extended._reduce(op, self._held(), None)
         return result
 
     def _update(self, method: str, operand: Any) -> Any:
@@ -237,7 +231,7 @@ class SyncOnReadVariable(CopiedVariable):
         elif self.aggregation is VariableAggregation.SUM:
             operand = copy_value_for_read_sum(operand, len(self._devices), self.dtype)
         self._on_copies(method, operand)
-        return self._value
+        return self._held()
 
     def _check_cross_replica(self, method: str) -> None:
         kind = self.aggregation
@@ -265,7 +259,7 @@ class AggregatingVariable(Variable):
         self._set_up(spec, strategy, device)
 
     def _read(self) -> jax.Array:
-        value: jax.Array = self._value
+        value: jax.Array = self._held()
         replica = ctx.active_replica()
         if replica is not None and replica.strategy is self._strategy and replica.device:
             return place(value, replica.device)
@@ -288,7 +282,7 @@ class AggregatingVariable(Variable):
         assert self._device is not None
         operand = map_nest(lambda x: _component(x, 0), operand)
         with jax.default_device(self._device):
-            new = apply_update(method, self._value, operand)
+            new = apply_update(method, self._held(), operand)
         self._store(new)
 
     __hash__ = Variable.__hash__
@@ -326,7 +320,7 @@ def aggregate(variable: Variable, strategy: Strategy, method: str, values: Any) 
     if kind is VariableAggregation.NONE:
         return require_same(values, variable, method)
     if kind is VariableAggregation.ONLY_FIRST_REPLICA:
-        return _component(values, 0)
+        return values.first() if isinstance(values, PerReplica) else values
     op = ReduceOp.from_variable_aggregation(kind)
     return strategy.extended._combiner.reduce_for_update(op, values, variable)
 

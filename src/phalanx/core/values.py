@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -58,7 +59,7 @@ def device_of(x: jax.Array) -> jax.Device | None:
 def place(x: Any, device: jax.Device) -> jax.Array:
     """`x` as an uncommitted array on `device`; no copy if it is there already."""
     if compat.is_tracer(x):
-        return jax.device_put(x, device)
+        return x  # the program that is being traced decides
     if isinstance(x, jax.Array) and device_of(x) is device:
         return compat.uncommitted(x)
     return compat.uncommitted(jax.device_put(x, device))
@@ -107,19 +108,20 @@ def describe_numpy(x: jax.Array) -> str:
 class _TwoFaced(DistributedValues):
     """Shared machinery: components on one side, a global array on the other."""
 
-    __slots__ = ("_components", "_global")
+    __slots__ = ("_components", "_global", "_layout")
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._components: tuple[Any, ...] | None = tuple(values)
         self._global: jax.Array | None = None
         if not self._components:
             raise InvalidValueError(f"{type(self).__name__} needs at least one component")
+        self._layout: Layout | None = None
 
     @classmethod
-    def from_global(cls, array: jax.Array) -> Any:
+    def from_global(cls, array: jax.Array, layout: Layout) -> Any:
         """The value whose global face is `array`."""
         self = cls.__new__(cls)
-        self._components, self._global = None, array
+        self._components, self._global, self._layout = None, array, layout
         return self
 
     @property
@@ -127,7 +129,8 @@ class _TwoFaced(DistributedValues):
         """The components, by replica."""
         if self._components is None:
             assert self._global is not None
-            self._components = tuple(self._split(self._global))
+            assert self._layout is not None
+            self._components = tuple(self._split(self._global, self._layout))
         return self._components
 
     @property
@@ -139,19 +142,68 @@ class _TwoFaced(DistributedValues):
         if self._global is None:
             devices = _distinct_devices(self.values)
             if devices is not None:
+                first = self.values[0]
+                self._layout = Layout(len(devices), first.ndim == 0)
                 self._global = self._join(self.values, devices)
         return self._global
 
-    def _split(self, array: jax.Array) -> Sequence[jax.Array]:
+    @property
+    def layout(self) -> Layout:
+        """How the components lie in the global array; ask for `array` first."""
+        assert self._layout is not None
+        return self._layout
+
+    def _split(self, array: jax.Array, layout: Layout) -> Sequence[jax.Array]:
         raise NotImplementedError
 
     def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
         raise NotImplementedError
 
+    # -- working on components -----------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """How many replicas the value is for."""
+        return len(self.values) if self._layout is None else self._layout.count
+
     def component(self, index: int) -> Any:
         """The component of one replica; replica 0's stands in where there is only one."""
         values = self.values
         return values[index] if index < len(values) else values[0]
+
+    def first(self) -> Any:
+        """Replica 0's component, wherever the code runs."""
+        return self.component(0)
+
+    def with_component(self, index: int, new: jax.Array) -> Any:
+        """The value with one component replaced."""
+        components = list(self.values)
+        components[index] = new
+        return type(self)(components)
+
+    def map_components(self, fn: Callable[[Any, Any], jax.Array], operand: Any) -> Any:
+        """The value with each component replaced by ``fn(component, operand's component)``.
+
+        Each component is computed, and stays, on its own device.
+        """
+        new = []
+        for i, old in enumerate(self.values):
+            device = device_of(old)
+            with jax.default_device(device):
+                result = fn(old, select_replica(i, operand))
+            new.append(result if device is None else place(result, device))
+        return type(self)(new)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the components of a value lie in its global array.
+
+    Arrays are joined along their leading dimension; scalars are stacked.
+    """
+
+    count: int
+    scalar: bool
 
 
 def _distinct_devices(values: tuple[Any, ...]) -> tuple[jax.Device, ...] | None:
@@ -169,8 +221,8 @@ class PerReplica(_TwoFaced, ArrayOperators):
 
     Inside `Strategy.run` it stands for the replica's own component. Outside it is a container:
     look at the components with `Strategy.experimental_local_results`, or combine them with
-    `Strategy.reduce` or `Strategy.gather`. As a pytree its leaf is the components stacked along
-    a new leading dimension, one slice per device.
+    `Strategy.reduce` or `Strategy.gather`. As a pytree its leaf is one array over all devices: the
+    components joined along their leading dimension (scalars are stacked), one part per device.
 
     Example:
         >>> import phalanx as px
@@ -188,18 +240,31 @@ class PerReplica(_TwoFaced, ArrayOperators):
 
     __slots__ = ()
 
-    def _split(self, array: jax.Array) -> Sequence[jax.Array]:
+    def _split(self, array: jax.Array, layout: Layout) -> Sequence[jax.Array]:
         if compat.is_tracer(array):
-            return [array[i] for i in range(array.shape[0])]
-        return [compat.uncommitted(piece[0]) for piece in compat.pieces(array)]
+            rows = self.by_replica(array, layout)
+            return [rows[i] for i in range(layout.count)]
+        parts = compat.pieces(array)
+        return [compat.uncommitted(p[0] if layout.scalar else p) for p in parts]
+
+    @staticmethod
+    def by_replica(array: jax.Array, layout: Layout) -> jax.Array:
+        """A global array with the replicas as a leading dimension of its own."""
+        if layout.scalar:
+            return array
+        return array.reshape(layout.count, array.shape[0] // layout.count, *array.shape[1:])
 
     def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
-        rows = [place(v[None], d) for v, d in zip(values, devices, strict=True)]
-        return compat.assemble((len(rows), *values[0].shape), stacked_over(devices), rows)
+        first = values[0]
+        if first.ndim == 0:
+            rows = [place(v[None], d) for v, d in zip(values, devices, strict=True)]
+            return compat.assemble((len(rows),), stacked_over(devices), rows)
+        shape = (first.shape[0] * len(values), *first.shape[1:])
+        return compat.assemble(shape, stacked_over(devices), values)
 
     def _operand(self) -> jax.Array | None:
         context = active_replica()
-        if context is None or len(self.values) != context.num_replicas_in_sync:
+        if context is None or self.count != context.num_replicas_in_sync:
             return None
         component: jax.Array = self.component(context.replica_index)
         return component
@@ -226,13 +291,30 @@ class Mirrored(_TwoFaced, ArrayOperators):
 
     __slots__ = ()
 
-    def _split(self, array: jax.Array) -> Sequence[jax.Array]:
+    @classmethod
+    def of_global(cls, array: jax.Array, count: int) -> Mirrored:
+        """The mirrored value whose copies are the pieces of one replicated array."""
+        return cast(Mirrored, cls.from_global(array, Layout(count, array.ndim == 0)))
+
+    def _split(self, array: jax.Array, layout: Layout) -> Sequence[jax.Array]:
         if compat.is_tracer(array):
             return [array]
         return [compat.uncommitted(piece) for piece in compat.pieces(array)]
 
     def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
         return compat.assemble(values[0].shape, replicated_over(devices), values)
+
+    def with_component(self, index: int, new: jax.Array) -> Any:
+        """The value with one copy replaced; in traced code there is only one."""
+        if compat.is_tracer(new):
+            return self.of_global(new, self.count)
+        return super().with_component(index, new)
+
+    def map_components(self, fn: Callable[[Any, Any], jax.Array], operand: Any) -> Any:
+        """The value with `fn` applied to each copy; in traced code there is only one."""
+        if self._global is not None and compat.is_tracer(self._global):
+            return self.of_global(fn(self._global, select_replica(0, operand)), self.count)
+        return super().map_components(fn, operand)
 
     def _operand(self) -> jax.Array | None:
         value: jax.Array = self.component(current_index())
@@ -266,29 +348,26 @@ def current_index() -> int:
 # -- pytrees ------------------------------------------------------------------------------------
 
 
-class _Aux:
-    """How a flattened value is put together again."""
-
-    GLOBAL: ClassVar[str] = "global"  # one leaf: the global array
-    LOCAL: ClassVar[str] = "local"  # one leaf: the component of the replica that flattened it
-    PARTS: ClassVar[str] = "parts"  # one leaf per component
+_LOCAL = "local"  # one leaf: the component of the replica that flattened the value
+_PARTS = "parts"  # one leaf per component
+# Otherwise the leaf is the global array, and the auxiliary data is its layout.
 
 
-def _flatten(value: _TwoFaced) -> tuple[tuple[Any, ...], str]:
+def _flatten(value: _TwoFaced) -> tuple[tuple[Any, ...], Any]:
     context = active_replica()
-    if context is not None and len(value.values) == context.num_replicas_in_sync:
-        return (value.component(context.replica_index),), _Aux.LOCAL
+    if context is not None and value.count == context.num_replicas_in_sync:
+        return (value.component(context.replica_index),), _LOCAL
     array = value.array
     if array is not None:
-        return (array,), _Aux.GLOBAL
-    return value.values, _Aux.PARTS
+        return (array,), value.layout
+    return value.values, _PARTS
 
 
-def _unflatten_as(cls: type[_TwoFaced]) -> Callable[[str, Sequence[Any]], Any]:
-    def unflatten(aux: str, children: Sequence[Any]) -> Any:
-        if aux == _Aux.LOCAL:
+def _unflatten_as(cls: type[_TwoFaced]) -> Callable[[Any, Sequence[Any]], Any]:
+    def unflatten(aux: Any, children: Sequence[Any]) -> Any:
+        if aux == _LOCAL:
             return children[0]
-        return cls.from_global(children[0]) if aux == _Aux.GLOBAL else cls(children)
+        return cls(children) if aux == _PARTS else cls.from_global(children[0], aux)
 
     return unflatten
 

@@ -177,8 +177,12 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
 
     def _read(self) -> jax.Array:
         """The value in the current context."""
-        value: jax.Array = self._value
+        value: jax.Array = self._held()
         return value
+
+    def _held(self) -> Any:
+        """What the variable holds: an array, or a distributed value with all copies."""
+        return self._value
 
     def _check_access(self, what: str) -> None:
         """Refuse use in a foreign strategy's scope; plain variables can be used anywhere."""
