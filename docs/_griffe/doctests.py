@@ -1,7 +1,7 @@
 """Shows the interactive examples of docstrings as code blocks.
 
-Markdown reads a line that starts with ``>>>`` as three nested quotations. This extension of Griffe, which
-reads the docstrings for the reference pages, puts a fence around each example.
+Markdown reads a line that starts with ``>>>`` as three nested quotations. Griffe reads the docstrings
+for the reference pages; this extension of it puts a fence around each example.
 """
 
 from __future__ import annotations
@@ -22,18 +22,7 @@ class FencedDoctests(griffe.Extension):
 
 
 def fenced(text: str) -> str:
-    """The text with a fence around each example, which ends at an empty line or at the end.
-
-    >>> print(fenced("Say:\\n\\n    >>> 1 + 1\\n    2\\n\\nDone."))
-    Say:
-    <BLANKLINE>
-        ```pycon
-        >>> 1 + 1
-        2
-        ```
-    <BLANKLINE>
-    Done.
-    """
+    """The text with a fence around each example, which ends at an empty line or at the end."""
     out: list[str] = []
     fence: str | None = None
     for line in [*text.splitlines(), ""]:

@@ -44,6 +44,7 @@ from phalanx.core.strategy import Strategy
 from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica
 from phalanx.core.variables import Variable
+from phalanx.execution.function import Function, TensorSpec, function
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.default import DefaultStrategy
 from phalanx.strategies.mirrored import MirroredStrategy
@@ -59,6 +60,7 @@ __all__ = [
     "CrossDeviceOps",
     "DefaultStrategy",
     "DistributedValues",
+    "Function",
     "HierarchicalCopyAllReduce",
     "IndexedSlices",
     "InputContext",
@@ -79,6 +81,7 @@ __all__ = [
     "StrategyExtended",
     "SyncOnReadVariable",
     "TPUStrategy",
+    "TensorSpec",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
@@ -87,6 +90,7 @@ __all__ = [
     "errors",
     "experimental",
     "experimental_set_strategy",
+    "function",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

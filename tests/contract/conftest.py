@@ -40,7 +40,19 @@ class EagerExecutor:
         return strategy.run(fn, args=args)
 
 
-EXECUTORS = {"eager": EagerExecutor}
+class CompiledExecutor:
+    """Runs a step inside `px.function`."""
+
+    name = "compiled"
+
+    def run(self, strategy: px.Strategy, fn: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
+        return px.function(lambda *args: strategy.run(fn, args=args))(*args)
+
+
+EXECUTORS: dict[str, Callable[[], EagerExecutor | CompiledExecutor]] = {
+    "eager": EagerExecutor,
+    "compiled": CompiledExecutor,
+}
 
 
 @dataclass
@@ -48,7 +60,7 @@ class World:
     """One strategy under one executor, with shorthands for what rules are about."""
 
     strategy: px.Strategy
-    executor: EagerExecutor
+    executor: EagerExecutor | CompiledExecutor
 
     @property
     def n(self) -> int:
@@ -93,6 +105,12 @@ def _make(request: pytest.FixtureRequest) -> World:
 @pytest.fixture(params=_worlds(STRATEGIES), ids="-".join)
 def world(request: pytest.FixtureRequest) -> World:
     """Every strategy."""
+    return _make(request)
+
+
+@pytest.fixture(params=[(name, "eager") for name in STRATEGIES], ids="-".join)
+def eager(request: pytest.FixtureRequest) -> World:
+    """Every strategy, for rules about Python code that runs once per replica."""
     return _make(request)
 
 

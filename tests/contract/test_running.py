@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import phalanx as px
@@ -84,20 +83,20 @@ def test_results_of_replicas_can_be_combined_by_hand(world: World) -> None:
 def test_an_array_from_anywhere_can_be_used_on_every_replica(world: World) -> None:
     total = world.strategy.reduce("sum", world.values(lambda i: [1.0]), axis=0)
     committed = jax.device_put(jnp.float32(2.0), jax.local_devices()[0])
-    results = world.local(world.run(lambda c: total * 3.0 + np.float32(c), committed))
+    results = world.local(world.run(lambda c: total * 3.0 + c, committed))
     assert [float(x) for x in results] == [3.0 * world.n + 2.0] * world.n
 
 
-def test_an_exception_of_any_replica_reaches_the_caller(world: World) -> None:
-    for guilty in range(world.n):
+def test_an_exception_of_any_replica_reaches_the_caller(eager: World) -> None:
+    for guilty in range(eager.n):
 
         def step(guilty: int = guilty) -> None:
             if int(rid()) == guilty:
                 raise KeyError("boom")
 
         with pytest.raises(KeyError, match="boom") as caught:
-            world.run(step)
-        if world.strategy is not px.get_strategy():
+            eager.run(step)
+        if eager.strategy is not px.get_strategy():
             assert any(f"replica {guilty} " in note for note in caught.value.__notes__)
         assert not px.has_strategy()
 
@@ -107,7 +106,7 @@ def test_merge_call_runs_once_for_all_and_answers_each(world: World) -> None:
 
     def merge(strategy: px.Strategy, x: Any) -> Any:
         calls.append((px.in_cross_replica_context(), strategy is world.strategy))
-        return sum(float(v) for v in strategy.experimental_local_results(x))
+        return sum(strategy.experimental_local_results(x))
 
     def step() -> Any:
         context = px.get_replica_context()
@@ -120,7 +119,7 @@ def test_merge_call_runs_once_for_all_and_answers_each(world: World) -> None:
     assert calls == [(True, True)]
 
 
-def test_replicas_take_turns_in_order(world: World) -> None:
+def test_replicas_take_turns_in_order(eager: World) -> None:
     log: list[str] = []
 
     def step() -> None:
@@ -133,8 +132,8 @@ def test_replicas_take_turns_in_order(world: World) -> None:
         context.merge_call(lambda strategy: log.append("n"))
         log.append(f"c{i}")
 
-    world.run(step)
-    every = range(world.n)
+    eager.run(step)
+    every = range(eager.n)
     expected = [
         *(f"a{i}" for i in every),
         "m",
@@ -145,20 +144,20 @@ def test_replicas_take_turns_in_order(world: World) -> None:
     assert log == expected
 
 
-def test_no_thread_is_left_behind(world: World) -> None:
+def test_no_thread_is_left_behind(eager: World) -> None:
     before = set(threading.enumerate())
 
     def step(fail: bool) -> None:
         context = px.get_replica_context()
         assert context is not None
         context.merge_call(lambda strategy: None)
-        if fail and int(rid()) == world.n - 1:
+        if fail and int(rid()) == eager.n - 1:
             raise ValueError("late failure")
         context.merge_call(lambda strategy: None)
 
-    world.run(step, False)
+    eager.run(step, False)
     with pytest.raises(ValueError, match="late failure"):
-        world.run(step, True)
+        eager.run(step, True)
     assert set(threading.enumerate()) == before
 
 

@@ -126,7 +126,7 @@ def test_the_initial_value_is_made_once(world: World) -> None:
     assert all(c == world.copies(v)[0] for c in world.copies(v))
 
 
-def test_variables_made_on_replicas_are_one_variable(world: World) -> None:
+def test_variables_made_on_replicas_are_one_variable(eager: World) -> None:
     made: list[px.Variable] = []
 
     def step() -> Any:
@@ -137,8 +137,8 @@ def test_variables_made_on_replicas_are_one_variable(world: World) -> None:
     def rid_or_zero() -> float:
         return 0.0
 
-    results = world.local(world.run(step))
-    assert [float(x) for x in results] == [6.0] * world.n
+    results = eager.local(eager.run(step))
+    assert [float(x) for x in results] == [6.0] * eager.n
     assert all(v is made[0] for v in made)
     assert made[0].name == "inner:0"
 
@@ -247,7 +247,7 @@ def test_update_from_a_replica_happens_once(world: World) -> None:
 
     world.run(step)
     assert world.copies(v) == [6.0] * len(v.values)
-    assert len(calls) == len(v.values)
+    assert len(calls) == (1 if world.executor.name == "compiled" else len(v.values))
 
 
 def test_state_moves_between_any_strategies(world: World) -> None:

@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from phalanx.collectives import programs
-from phalanx.collectives.packing import Packing
+from phalanx.collectives.packing import Packing, plan_packs
+from phalanx.core import compat, spmd
 from phalanx.core.destinations import destination_devices
 from phalanx.core.devices import DeviceLike, resolve_device
 from phalanx.core.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from phalanx.core.indexed_slices import IndexedSlices, reduce_slices
 from phalanx.core.options import CommunicationOptions, as_communication_options
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op, check_alike, divide
+from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica, place
 from phalanx.core.variables import Variable
 
@@ -68,6 +70,8 @@ class CrossDeviceOps:
         op, options = as_reduce_op(reduce_op), as_communication_options(options)
         devices = destination_devices(destinations)
         value = _as_per_replica(per_replica_value)
+        if isinstance(value, SpmdPerReplica):
+            return self._in_program(op, [(value, destinations)], options)[0]
         if isinstance(value.values[0], IndexedSlices):
             return _reduce_sparse(op, value, devices)
         if len(value.values) == 1:
@@ -83,6 +87,8 @@ class CrossDeviceOps:
         """Reduce several values in as few messages as the algorithm can."""
         op, options = as_reduce_op(reduce_op), as_communication_options(options)
         pairs = [(_as_per_replica(v), d) for v, d in _checked_pairs(value_destination_pairs)]
+        if any(isinstance(v, SpmdPerReplica) for v, _ in pairs):
+            return self._in_program(op, pairs, options)
         simple = any(len(v.values) == 1 or isinstance(v.values[0], IndexedSlices) for v, _ in pairs)
         if simple:
             return [self.reduce(op, v, d, options) for v, d in pairs]
@@ -103,6 +109,8 @@ class CrossDeviceOps:
         """Join the components of a value along `axis` on the devices of `destinations`."""
         del options
         value = _as_per_replica(per_replica_value)
+        if isinstance(value, SpmdPerReplica):
+            return _result_in_program(spmd.all_gather(value.local, axis), destinations, value.count)
         components = [jnp.asarray(x) for x in value.values]
         devices = destination_devices(destinations)
         alike = len({(x.shape, x.dtype) for x in components}) == 1
@@ -112,6 +120,31 @@ class CrossDeviceOps:
         with jax.default_device(here):
             joined = jnp.concatenate([place(x, here) for x in components], axis=axis)
         return self.broadcast(joined, destinations)
+
+    def _in_program(self, op: ReduceOp, pairs: Pairs, options: CommunicationOptions) -> list[Any]:
+        """Reduce inside a compiled run, where values are local and devices are given."""
+        results: list[Any] = [None] * len(pairs)
+        dense = []
+        for i, (value, _) in enumerate(pairs):
+            if isinstance(value.samples()[0], IndexedSlices):
+                results[i] = spmd.all_reduce_slices(op, value.component(0))
+            else:
+                dense.append(i)
+        values = [pairs[i][0].apply(as_operand) for i in dense]
+        for i, x in zip(dense, self.reduce_in_program(op, values, options), strict=True):
+            results[i] = _result_in_program(x, pairs[i][1], pairs[i][0].count)
+        return results
+
+    def reduce_in_program(
+        self, reduce_op: ReduceOp, values: Sequence[PerReplica], options: CommunicationOptions
+    ) -> list[jax.Array]:
+        """May be overridden: reduce inside a compiled run.
+
+        The default calls `batch_reduce_implementation`, for which components are gathered.
+        """
+        pairs = [(value, value) for value in values]
+        reduced = self.batch_reduce_implementation(reduce_op, pairs, options)
+        return [x.component(0) if isinstance(x, Mirrored) else jnp.asarray(x) for x in reduced]
 
     # -- what algorithms implement --------------------------------------------------------------
 
@@ -140,6 +173,9 @@ class CrossDeviceOps:
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """May be overridden: copy one value to several devices."""
         devices = destination_devices(destinations)
+        if compat.is_tracer(tensor) or not devices:
+            count = getattr(destinations, "count", None) or len(getattr(destinations, "values", (0,)))
+            return _result_in_program(jnp.asarray(tensor), destinations, count)
         if isinstance(tensor, IndexedSlices):
             copies: list[Any] = [
                 IndexedSlices(place(tensor.values, d), place(tensor.indices, d), tensor.dense_shape)
@@ -194,6 +230,17 @@ class ReductionToOneDevice(CrossDeviceOps):
             self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs
         ]
 
+    def reduce_in_program(
+        self, reduce_op: ReduceOp, values: Sequence[PerReplica], options: CommunicationOptions
+    ) -> list[jax.Array]:
+        """Reduce inside a compiled run, where XLA chooses the route."""
+        if self.accumulation_fn is programs.add_n:
+            xs = [v.component(0) for v in values]
+            return spmd.all_reduce(reduce_op, xs, [[i] for i in range(len(xs))])
+        totals = [self.accumulation_fn(list(v.values)) for v in values]
+        mean = reduce_op is ReduceOp.MEAN
+        return [divide(t, v.count) if mean else t for t, v in zip(totals, values, strict=True)]
+
 
 class AllReduceCrossDeviceOps(CrossDeviceOps):
     """Reduces with XLA's all-reduce in one program, packing small tensors together.
@@ -245,6 +292,14 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 results[i] = result
         return results
 
+    def reduce_in_program(
+        self, reduce_op: ReduceOp, values: Sequence[PerReplica], options: CommunicationOptions
+    ) -> list[jax.Array]:
+        """Reduce inside a compiled run, packing small tensors together."""
+        xs = [v.component(0) for v in values]
+        packs = plan_packs([x.nbytes for x in xs], [x.dtype for x in xs], self._packing(options))
+        return spmd.all_reduce(reduce_op, xs, packs)
+
     def _packing(self, options: CommunicationOptions) -> Packing:
         if options.bytes_per_pack:
             return Packing(bytes_per_pack=options.bytes_per_pack)
@@ -291,6 +346,12 @@ def _say_no_nccl(platform: str) -> None:
 
 
 # -- helpers ------------------------------------------------------------------------------------
+
+
+def _result_in_program(x: jax.Array, destinations: Any, count: int) -> Any:
+    """In a compiled run every device has the result: a plain array for one device, else a copy each."""
+    several = isinstance(destinations, DistributedValues | Variable)
+    return Mirrored.of_global(x, count) if several else x
 
 
 def _as_per_replica(value: Any) -> PerReplica:

@@ -13,13 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from phalanx.collectives.packing import Packing, plan_packs
-from phalanx.core import compat
-from phalanx.core.reduction import ReduceOp, divide
-from phalanx.core.values import REPLICA_AXIS, Mirrored, place, replica_mesh, replicated_over
+from phalanx.core import compat, spmd
+from phalanx.core.reduction import ReduceOp
+from phalanx.core.values import Mirrored, place, replica_mesh, replicated_over
 from phalanx.execution.throttle import THROTTLE
 
 Devices = tuple[jax.Device, ...]
@@ -57,28 +56,15 @@ def _spmd(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
 @functools.cache
 def _all_reduce_program(op: ReduceOp, devices: Devices, packing: Packing) -> Callable[..., Any]:
     def program(xs: list[jax.Array]) -> list[jax.Array]:
-        reduced: list[Any] = [None] * len(xs)
         packs = plan_packs([x.nbytes for x in xs], [x.dtype for x in xs], packing)
-        for pack in packs:
-            if len(pack) == 1:
-                total = lax.psum(xs[pack[0]], REPLICA_AXIS)
-                reduced[pack[0]] = total
-                continue
-            flat = jnp.concatenate([xs[i].ravel() for i in pack])
-            total, start = lax.psum(flat, REPLICA_AXIS), 0
-            for i in pack:
-                reduced[i] = total[start : start + xs[i].size].reshape(xs[i].shape)
-                start += xs[i].size
-        if op is ReduceOp.MEAN:
-            reduced = [divide(x, len(devices)) for x in reduced]
-        return reduced
+        return spmd.all_reduce(op, xs, packs)
 
     return _spmd(program, devices)
 
 
 @functools.cache
 def _all_gather_program(devices: Devices, axis: int) -> Callable[..., Any]:
-    return _spmd(lambda x: lax.all_gather(x, REPLICA_AXIS, axis=axis, tiled=True), devices)
+    return _spmd(lambda x: spmd.all_gather(x, axis), devices)
 
 
 @jax.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
 import jax
 
@@ -59,6 +59,17 @@ def where_is(thread_id: int | None) -> str:
     while frame is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     return "an unknown place" if frame is None else describe(frame)
+
+
+def describe_traceback(traceback: TracebackType | None) -> str:
+    """The innermost line of the user's code in a traceback."""
+    text = "an unknown place"
+    while traceback is not None:
+        if not is_internal(traceback.tb_frame.f_code.co_filename):
+            code = traceback.tb_frame.f_code
+            text = f"{code.co_filename}:{traceback.tb_lineno} in {code.co_name}"
+        traceback = traceback.tb_next
+    return text
 
 
 def is_internal(filename: str) -> bool:

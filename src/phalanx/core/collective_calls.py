@@ -140,7 +140,7 @@ def _differentiably(call: _Collective, xs: Arrays) -> Arrays:
     differentiated.
     """
     context = call.context
-    if context.num_replicas_in_sync == 1 or context.under_outer_trace:
+    if context.num_replicas_in_sync == 1 or context.compiled or context.under_outer_trace:
         return call.forward(xs)
     if any(compat.is_tracer(x) for x in xs) and not any(compat.is_staged(x) for x in xs):
         return list(_with_gradient(call, tuple(xs)))

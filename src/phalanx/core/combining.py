@@ -37,7 +37,8 @@ from phalanx.core.reduction import (
     local_count,
     local_sum,
 )
-from phalanx.core.values import DistributedValues, Mirrored, PerReplica, device_of, place
+from phalanx.core.spmd import SpmdPerReplica
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica, place
 from phalanx.core.variables import Variable
 
 
@@ -143,26 +144,24 @@ class Combiner:
 
     def _reduce_axes(self, op: ReduceOp, value: Any, axes: Axes, device: jax.Device) -> Any:
         """Sums over axes in each replica, then over replicas; a mean divides by the true count."""
-        items = value.values if isinstance(value, PerReplica) else (value,)
-        components = [as_operand(operand_of(x)) for x in items]
-        sums = []
-        for x in components:
-            with jax.default_device(device_of(x)):
-                sums.append(local_sum(x, axes))
-        check_alike(sums, "Strategy.reduce over an axis")
-        if len(sums) > 1:
-            total = self.reduce_to(ReduceOp.SUM, PerReplica(sums), device)
+        if isinstance(value, PerReplica):
+            operands = value.apply(lambda x: as_operand(operand_of(x)))
+            sums = operands.apply(lambda x: local_sum(x, axes))
+            check_alike(sums.samples(), "Strategy.reduce over an axis")
+            total = self.reduce_to(ReduceOp.SUM, sums, device)
+            count = sum(local_count(x.shape, axes) for x in operands.samples())
         else:  # the same on all replicas
-            total = sums[0] if op is ReduceOp.MEAN else sums[0] * self.replicas
-        count = sum(local_count(x, axes) for x in components)
+            operand = as_operand(operand_of(value))
+            total, count = local_sum(operand, axes), local_count(operand.shape, axes)
+            total = total if op is ReduceOp.MEAN else total * self.replicas
         return divide(total, count) if op is ReduceOp.MEAN else total
 
     def reduce_for_update(self, op: ReduceOp, values: Any, variable: Variable) -> Any:
         """Aggregate what replicas write to a variable, onto its devices."""
         if not isinstance(values, PerReplica):
             return self.reduce_undistributed(op, values)
-        if not isinstance(values.values[0], IndexedSlices):
-            values = PerReplica([as_operand(x) for x in values.values])
+        if not isinstance(values.samples()[0], IndexedSlices):
+            values = values.apply(as_operand)
         return self.communicator.reduce(op, values, variable)
 
     # -- gathers --------------------------------------------------------------------------------
@@ -170,7 +169,7 @@ class Combiner:
     def gather(self, value: Any, axis: Any, device: jax.Device) -> Any:
         """Join the components of a value on one device; plain values are returned as they are."""
         value = copies_of(value)
-        items = value.values if isinstance(value, DistributedValues) else (value,)
+        items = value.samples() if isinstance(value, Mirrored | PerReplica) else (value,)
         if any(isinstance(x, IndexedSlices) for x in items):
             raise UnsupportedError(
                 "gather does not take IndexedSlices; strategy.reduce joins their rows over "
@@ -183,16 +182,17 @@ class Combiner:
     def _join(
         self, value: DistributedValues, axis: Any, what: str, destinations: Any, options: Any
     ) -> tuple[Any, int, list[int]]:
-        components = [_gatherable(x, what) for x in value.values]
-        axis = check_gather_axis(axis, [x.ndim for x in components], what)
-        check_gather_shapes([x.shape for x in components], axis, what)
-        sizes = [x.shape[axis] for x in components]
-        if len(components) == 1:
-            return components[0], axis, sizes
-        if _is_traced(value):
-            return jnp.concatenate(components, axis=axis), axis, sizes
-        joined = self.communicator.gather(PerReplica(components), destinations, axis, options)
-        return joined, axis, sizes
+        per_replica = value if isinstance(value, PerReplica) else PerReplica(value.values)
+        operands = per_replica.apply(lambda x: _gatherable(x, what))
+        shapes = [x.shape for x in operands.samples()]
+        axis = check_gather_axis(axis, [len(shape) for shape in shapes], what)
+        check_gather_shapes(shapes, axis, what)
+        sizes = [shape[axis] for shape in shapes]
+        if len(shapes) == 1:
+            return operands.component(0), axis, sizes
+        if _is_traced(operands):
+            return jnp.concatenate(operands.values, axis=axis), axis, sizes
+        return self.communicator.gather(operands, destinations, axis, options), axis, sizes
 
     # -- collectives that replicas call (see phalanx.core.collective_calls) ---------------------
 
@@ -203,7 +203,7 @@ class Combiner:
         if self.replicas == 1:
             return [divide(v, 1) if op is ReduceOp.MEAN else v for v in values]
         for value in values:
-            check_alike(value.values, "all_reduce")
+            check_alike(value.samples(), "all_reduce")
         spread = [self._spread(v) for v in values]
         return self.batch_reduce_to(op, [(v, v) for v in spread], options)
 
@@ -211,7 +211,7 @@ class Combiner:
         """Join sparse rows on every replica."""
         if self.replicas == 1:
             return value
-        rows = self._spread(PerReplica([s.values for s in value.values]))
+        rows = self._spread(value.apply(lambda s: s.values))
         return self.communicator.reduce(op, value, rows)
 
     def all_gather(
@@ -226,7 +226,7 @@ class Combiner:
 
         Replicas may contribute an array that lives elsewhere, such as one they all captured.
         """
-        if _is_traced(value):
+        if isinstance(value, SpmdPerReplica) or _is_traced(value):
             return value
         pairs = zip(value.values, self.devices, strict=True)
         return PerReplica([x if d is None else place(x, d) for x, d in pairs])
@@ -238,13 +238,21 @@ def copies_of(value: Any) -> Any:
 
 
 def _is_traced(value: DistributedValues) -> bool:
-    return any(compat.is_tracer(x) for x in value.values)
+    return isinstance(value, PerReplica) and value.is_traced
 
 
-def _reduce_traced(op: ReduceOp, value: DistributedValues) -> jax.Array:
-    """A reduction inside `jax.grad` of `Strategy.run`: plain arithmetic, which JAX can transform."""
-    total = functools.reduce(jnp.add, [as_operand(x) for x in value.values])
-    return divide(total, len(value.values)) if op is ReduceOp.MEAN else total
+def _reduce_traced(op: ReduceOp, value: PerReplica) -> jax.Array:
+    """A reduction in traced code outside of replicas: plain arithmetic, which JAX can transform."""
+    array = value.array
+    if array is None:
+        components = [as_operand(x) for x in value.values]
+        check_alike(components, "A reduction over replicas")
+        total = functools.reduce(jnp.add, components)
+    else:
+        total = jnp.sum(
+            as_operand(PerReplica.by_replica(array, value.layout)), axis=0, dtype=array.dtype
+        )
+    return divide(total, value.count) if op is ReduceOp.MEAN else total
 
 
 def _gatherable(x: Any, what: str) -> jax.Array:

@@ -20,6 +20,8 @@ from jax._src import dtypes as _dtypes
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import pxla as _pxla
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import Sharding
 
 # -- backends -----------------------------------------------------------------------------------
@@ -50,7 +52,14 @@ def uncommitted(x: jax.Array) -> jax.Array:
     """
     if isinstance(x, _core.Tracer) or not getattr(x, "_committed", False):
         return x
-    return _array.ArrayImpl(x.aval, x.sharding, x._arrays, committed=False)  # type: ignore[attr-defined]
+    return _array.ArrayImpl(x.aval, x.sharding, x._arrays, committed=False, _skip_checks=True)  # type: ignore[attr-defined]
+
+
+def movable(x: Any) -> Any:
+    """`x` itself, but never committed to a single device."""
+    if isinstance(x, _array.ArrayImpl) and x._committed and len(x._arrays) == 1:
+        return uncommitted(x)
+    return x
 
 
 def assemble(shape: tuple[int, ...], sharding: Sharding, pieces: Sequence[jax.Array]) -> jax.Array:
@@ -103,6 +112,16 @@ def is_transformation(trace: Any) -> bool:
     return trace is not _core.eval_trace
 
 
+def belongs_to(x: Any, trace: Any) -> bool:
+    """Whether `x` is a tracer that was made under `trace`."""
+    return isinstance(x, _core.Tracer) and x._trace is trace
+
+
+def is_staging() -> bool:
+    """Whether the calling thread is staging a program, at whatever depth of differentiation."""
+    return staging_since(_core.eval_trace)
+
+
 def staging_since(outer: Any) -> bool:
     """Whether, since `outer` was current, this thread has begun to stage a program.
 
@@ -137,6 +156,43 @@ def register_array_like(cls: type, read: Callable[[Any], jax.Array]) -> None:
     _core.pytype_aval_mappings[cls] = aval
     _dtypes.canonicalize_value_handlers[cls] = read
     _pxla.shard_arg_handlers[cls] = shard
+
+
+# -- a mark in programs ---------------------------------------------------------------------------
+
+_same_p = Primitive("phalanx_same_on_all_replicas")
+_same_p.def_impl(lambda x, *, label: x)
+_same_p.def_abstract_eval(lambda x, *, label: x)
+_ad.deflinear2(_same_p, lambda ct, _, *, label: [ct])
+mlir.register_lowering(_same_p, lambda ctx, x, *, label: [x])
+
+
+def mark_same_on_all_replicas(value: Any, label: str) -> Any:
+    """The value itself, with a mark in the program that says: all replicas must have the same here."""
+    return jax.tree.map(lambda x: _same_p.bind(x, label=label), value)
+
+
+SAME_ON_ALL_REPLICAS = _same_p.name
+
+
+def jaxpr_and_result(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """The closed jaxpr of a function, and the shapes of its results."""
+    return jax.make_jaxpr(fn, return_shape=True)(*args)
+
+
+def eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Run a closed jaxpr; arguments that it does not use may be anything."""
+    return list(_core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an atom of a jaxpr is a constant rather than a variable."""
+    return isinstance(atom, _core.Literal)
+
+
+def sub_jaxprs(eqn: Any) -> list[Any]:
+    """The open jaxprs inside the parameters of an equation."""
+    return list(_core.jaxprs_in_params(eqn.params))
 
 
 # -- thread state -------------------------------------------------------------------------------

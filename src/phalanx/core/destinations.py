@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 
+from phalanx.core import compat
 from phalanx.core.devices import LogicalDevice, resolve_device
 from phalanx.core.errors import InvalidDestinationError
+from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
 
@@ -21,6 +23,8 @@ def destination_devices(destinations: Any, lists: bool = False) -> tuple[jax.Dev
     """
     if isinstance(destinations, str | jax.Device | LogicalDevice):
         return (resolve_device(destinations),)
+    if isinstance(destinations, SpmdPerReplica):
+        return ()  # the program runs on all of them
     if isinstance(destinations, Variable | DistributedValues):
         return tuple(device for x in destinations.values for device in _device_of(x))
     if isinstance(destinations, jax.Array):
@@ -37,6 +41,8 @@ def destination_devices(destinations: Any, lists: bool = False) -> tuple[jax.Dev
 def _device_of(x: Any) -> tuple[jax.Device, ...]:
     if isinstance(x, Variable) and x._device is not None:
         return (x._device,)
+    if compat.is_tracer(x):
+        return ()
     if isinstance(x, jax.Array):
         return tuple(sorted(x.devices(), key=lambda d: d.id))
     raise InvalidDestinationError(

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from phalanx.core import compat
 from phalanx.core import context as ctx
 from phalanx.core.devices import short_name
 from phalanx.core.errors import DivergenceError, InvalidValueError, UnsupportedError
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import MergePoint
+from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest
 from phalanx.core.synchronization import (
     VariableAggregation,
@@ -329,6 +331,9 @@ def require_same(value: Any, variable: Variable, method: str) -> Any:
     """The one value that all components hold; an error if they differ."""
     if not isinstance(value, DistributedValues):
         return value
+    if isinstance(value, SpmdPerReplica):
+        # Whether replicas agree is decided when the whole program is known.
+        return compat.mark_same_on_all_replicas(value.local, f"{method} of variable {variable.name!r}")
     first, *others = value.values
     for i, other in enumerate(others, start=1):
         if not same_value(first, other):

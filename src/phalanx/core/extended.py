@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from phalanx.core import context as ctx
+from phalanx.core import lifting
 from phalanx.core.combining import Combiner, Communicator
 from phalanx.core.destinations import destination_devices
 from phalanx.core.devices import device_name
@@ -36,7 +37,8 @@ from phalanx.core.operators import operand_of
 from phalanx.core.options import CommunicationOptions, ValueContext, as_communication_options
 from phalanx.core.reduction import Axes, ReduceOp, as_reduce_op
 from phalanx.core.replica_context import MergePoint
-from phalanx.core.structure import leaves, map_nest, merge_nests
+from phalanx.core.spmd import SpmdPerReplica
+from phalanx.core.structure import map_nest, merge_nests
 from phalanx.core.values import Mirrored, PerReplica, place, regroup, select_replica
 from phalanx.core.variables import Variable, VariableSpec
 
@@ -287,10 +289,12 @@ class StrategyExtended:
         group: bool,
     ) -> Any:
         copies = var.values if isinstance(var, CopiedVariable) else (var,)
+        if isinstance(var, CopiedVariable) and lifting.current() is not None:
+            copies = (
+                copies[: len(var._held().samples())] if isinstance(var, MirroredVariable) else copies
+            )
         if isinstance(var, MirroredVariable | AggregatingVariable):
-            for leaf in leaves((args, kwargs)):
-                if isinstance(leaf, PerReplica):
-                    require_same(leaf, var, "update")
+            args, kwargs = map_nest(lambda x: _agreed(x, var), (args, kwargs))
         journal: dict[Any, Any] = {}
         results = []
         try:
@@ -419,6 +423,14 @@ def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
             )
         checked.append((pair[0], pair[1]))
     return checked
+
+
+def _agreed(x: Any, var: Variable) -> Any:
+    """An argument of an update of copies that must stay equal."""
+    if not isinstance(x, PerReplica):
+        return x
+    same = require_same(x, var, "update")
+    return same if isinstance(x, SpmdPerReplica) else x
 
 
 def _grouped(results: list[Any], group: bool) -> Any:

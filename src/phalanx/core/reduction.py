@@ -159,11 +159,11 @@ def local_sum(x: jax.Array, axes: Axes) -> jax.Array:
     return jnp.sum(x, axis=axes.normalized(x.ndim), dtype=x.dtype)
 
 
-def local_count(x: jax.Array, axes: Axes) -> int:
+def local_count(shape: tuple[int, ...], axes: Axes) -> int:
     """How many elements of one replica's value enter each element of the result."""
     count = 1
-    for dim in axes.normalized(x.ndim):
-        count *= x.shape[dim]
+    for dim in axes.normalized(len(shape)):
+        count *= shape[dim]
     return count
 
 

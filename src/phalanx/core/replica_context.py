@@ -78,6 +78,7 @@ class ReplicaContext:
         device: jax.Device | None = None,
         rendezvous: Rendezvous | None = None,
         index: int | None = None,
+        compiled: bool = False,
     ) -> None:
         if not _is_replica_id(replica_id_in_sync_group):
             raise InvalidValueError(
@@ -88,9 +89,11 @@ class ReplicaContext:
         self._replica_id = replica_id_in_sync_group
         self._device = device
         self._rendezvous = rendezvous or SoloRendezvous()
-        self._index = index if index is not None else int(replica_id_in_sync_group or 0)
+        self._index = int(replica_id_in_sync_group or 0) if index is None else index
         self._entered: list[Any] = []
         self._outer_trace = compat.current_trace()
+        self.compiled = compiled
+        """Whether one traced program stands for all replicas."""
 
     @property
     def strategy(self) -> Strategy:
@@ -173,7 +176,11 @@ class ReplicaContext:
     def meet(self, point: MergePoint) -> Any:
         """Meet the other replicas at a merge point of any kind."""
         ctx.require_replica_context(self, f"ReplicaContext.{point.kind}")
-        if compat.staging_since(self._outer_trace):
+        if (
+            self.num_replicas_in_sync > 1
+            and not self.compiled
+            and compat.staging_since(self._outer_trace)
+        ):
             raise ContextError(
                 f"{point.kind} was called while the replica was staging a program (jax.jit, lax.scan, "
                 "lax.cond or jax.vmap inside an eagerly run replica function). Replicas that run "

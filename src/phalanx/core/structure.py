@@ -81,7 +81,7 @@ _Parts = tuple[Sequence[Any], Callable[[list[Any]], Any], Any]
 
 def _children(x: Any) -> _Parts | None:
     """The parts of a container, or None if `x` is a leaf."""
-    if x is None or isinstance(x, Leaf):
+    if x is None or isinstance(x, Leaf | jax.Array):
         return None
     cls = type(x)
     if isinstance(x, tuple) and hasattr(cls, "_fields"):

@@ -31,6 +31,14 @@ _UPDATES: dict[str, Update] = {
 }
 
 
+def _compiled(update: Update) -> Update:
+    # One small program in place of several operations, each of which costs a dispatch.
+    return jax.jit(lambda old, x: update(old, x).astype(old.dtype), inline=True)
+
+
+_COMPILED = {method: _compiled(update) for method, update in _UPDATES.items()}
+
+
 def apply_update(method: str, old: jax.Array, operand: Any) -> jax.Array:
     """The value after an update; never changes the dtype.
 
@@ -38,10 +46,11 @@ def apply_update(method: str, old: jax.Array, operand: Any) -> jax.Array:
     """
     if isinstance(operand, IndexedSlices):
         rows, indices = compat.primal_value(operand.values), compat.primal_value(operand.indices)
-        operand = IndexedSlices(rows, indices)
-    else:
-        operand = jnp.asarray(compat.primal_value(operand), old.dtype)
-    return _UPDATES[method](old, operand).astype(old.dtype)
+        return _COMPILED[method](old, IndexedSlices(rows, indices))
+    operand = compat.primal_value(operand)
+    if not isinstance(operand, jax.Array) or operand.dtype != old.dtype:
+        operand = jnp.asarray(operand, old.dtype)
+    return operand if method == "assign" else _COMPILED[method](old, operand)
 
 
 def fitting_shape(value: Any, dtype: Any, name: str, method: str) -> tuple[int, ...]:
@@ -52,7 +61,7 @@ def fitting_shape(value: Any, dtype: Any, name: str, method: str) -> tuple[int, 
     """
     if isinstance(value, jax.Array):
         shape, given = value.shape, value.dtype
-        fits = jnp.promote_types(given, dtype) == dtype
+        fits = given == dtype or jnp.promote_types(given, dtype) == dtype
     else:
         try:
             host = np.asarray(value)

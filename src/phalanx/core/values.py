@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -142,10 +143,19 @@ class _TwoFaced(DistributedValues):
         if self._global is None:
             devices = _distinct_devices(self.values)
             if devices is not None:
-                first = self.values[0]
-                self._layout = Layout(len(devices), first.ndim == 0)
                 self._global = self._join(self.values, devices)
+            elif self.is_traced and _alike(self.values):
+                self._global = self._join_traced(self.values)
+            if self._global is not None:
+                self._layout = Layout(len(self.values), self.values[0].ndim == 0)
         return self._global
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether components are values inside a JAX transformation."""
+        if self._global is not None:
+            return compat.is_tracer(self._global)
+        return any(compat.is_tracer(x) for x in self.values)
 
     @property
     def layout(self) -> Layout:
@@ -159,6 +169,9 @@ class _TwoFaced(DistributedValues):
     def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
         raise NotImplementedError
 
+    def _join_traced(self, values: tuple[jax.Array, ...]) -> jax.Array:
+        raise NotImplementedError
+
     # -- working on components -----------------------------------------------------------------
 
     @property
@@ -170,6 +183,14 @@ class _TwoFaced(DistributedValues):
         """The component of one replica; replica 0's stands in where there is only one."""
         values = self.values
         return values[index] if index < len(values) else values[0]
+
+    def samples(self) -> Sequence[Any]:
+        """One component per replica to learn shapes and dtypes from; costs no communication."""
+        return self.values
+
+    def apply(self, fn: Callable[[Any], Any]) -> Any:
+        """The value with `fn` applied to each component, on the component's device."""
+        return self.map_components(lambda x, _: fn(x), None)
 
     def first(self) -> Any:
         """Replica 0's component, wherever the code runs."""
@@ -188,7 +209,7 @@ class _TwoFaced(DistributedValues):
         """
         new = []
         for i, old in enumerate(self.values):
-            device = device_of(old)
+            device = device_of(old) if isinstance(old, jax.Array) else None
             with jax.default_device(device):
                 result = fn(old, select_replica(i, operand))
             new.append(result if device is None else place(result, device))
@@ -206,10 +227,13 @@ class Layout:
     scalar: bool
 
 
+def _alike(values: tuple[Any, ...]) -> bool:
+    arrays = all(isinstance(v, jax.Array) for v in values)
+    return arrays and len({(v.shape, v.dtype) for v in values}) == 1
+
+
 def _distinct_devices(values: tuple[Any, ...]) -> tuple[jax.Device, ...] | None:
-    if not all(isinstance(v, jax.Array) and not compat.is_tracer(v) for v in values):
-        return None
-    if len({(v.shape, v.dtype) for v in values}) != 1:
+    if any(compat.is_tracer(v) for v in values) or not _alike(values):
         return None
     devices = tuple(device_of(v) for v in values)
     found = tuple(d for d in devices if d is not None)
@@ -262,6 +286,9 @@ class PerReplica(_TwoFaced, ArrayOperators):
         shape = (first.shape[0] * len(values), *first.shape[1:])
         return compat.assemble(shape, stacked_over(devices), values)
 
+    def _join_traced(self, values: tuple[jax.Array, ...]) -> jax.Array:
+        return jnp.stack(values) if values[0].ndim == 0 else jnp.concatenate(values)
+
     def _operand(self) -> jax.Array | None:
         context = active_replica()
         if context is None or self.count != context.num_replicas_in_sync:
@@ -303,6 +330,9 @@ class Mirrored(_TwoFaced, ArrayOperators):
 
     def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
         return compat.assemble(values[0].shape, replicated_over(devices), values)
+
+    def _join_traced(self, values: tuple[jax.Array, ...]) -> jax.Array:
+        return values[0]
 
     def with_component(self, index: int, new: jax.Array) -> Any:
         """The value with one copy replaced; in traced code there is only one."""

@@ -9,6 +9,8 @@ it can be given to any function that takes an array.
 from __future__ import annotations
 
 import copy
+import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -17,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import compat
+from phalanx.core import compat, lifting
 from phalanx.core import context as ctx
 from phalanx.core.devices import device_name
 from phalanx.core.errors import ContextError, InternalError, InvalidTypeError, InvalidValueError
@@ -110,6 +112,9 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         self._strategy = strategy
         self._device = device
         self._value: Any = spec.value if device is None else place(spec.value, device)
+        self._exclusive = False
+        """Whether nobody else can have the arrays it holds, so that a program may overwrite them."""
+        _register(self)
 
     # -- description ----------------------------------------------------------------------------
 
@@ -182,6 +187,10 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
 
     def _held(self) -> Any:
         """What the variable holds: an array, or a distributed value with all copies."""
+        program = lifting.current()
+        if program is not None:
+            return program.held(self)
+        self._exclusive = False  # whoever asked may keep it
         return self._value
 
     def _check_access(self, what: str) -> None:
@@ -296,6 +305,10 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
 
     def _set(self, held: Any) -> None:
         """Replace what the variable holds, noting the old value where an update may be undone."""
+        program = lifting.current()
+        if program is not None:
+            program.set(self, held)
+            return
         if any(compat.is_tracer(x) for x in getattr(held, "values", (held,))):
             raise ContextError(
                 f"Variable {self.name!r} was written while a program was being staged (jax.jit, "
@@ -314,8 +327,7 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         own by object identity, so nothing may be converted before they meet.
         """
         shape = fitting_shape(value, self.dtype, self.name, method)
-        broadcasts = method != "assign" and broadcasts_to(shape, self.shape)
-        if shape != self.shape and not broadcasts:
+        if shape != self.shape and (method == "assign" or not broadcasts_to(shape, self.shape)):
             raise InvalidValueError(
                 f"Variable {self.name!r} has the shape {list(self.shape)}, and the shape of a "
                 f"variable never changes. Received: a value of shape {list(shape)} for {method}"
@@ -337,6 +349,7 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         self._check_access(f"copy.deepcopy of {self.name!r}")
         clone = copy.copy(self)
         memo[id(self)] = clone
+        _register(clone)
         return clone
 
     # -- printing and comparing -----------------------------------------------------------------
@@ -366,6 +379,20 @@ class ResourceVariable(Variable):
         self, spec: VariableSpec, strategy: Strategy | None = None, device: jax.Device | None = None
     ) -> None:
         self._set_up(spec, strategy, device or device_of(spec.value))
+
+
+_live: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
+_serial = itertools.count()
+
+
+def _register(variable: Variable) -> None:
+    _live[next(_serial)] = variable
+
+
+def live_variables() -> list[Variable]:
+    """All variables that exist, in the order of their creation; views of single copies left out."""
+    found = sorted(_live.items())
+    return [v for _, v in found if not hasattr(v, "replica_container")]
 
 
 @dataclass(frozen=True)
@@ -413,9 +440,11 @@ def create_variable(
         trainable = synchronization is not VariableSynchronization.ON_READ
 
     def make(strategy: Strategy) -> Variable:
-        value = _initial_array(initial_value, dtype, shape, name)
-        spec = VariableSpec(value, bool(trainable), name, synchronization, aggregation, constraint)
-        return strategy.extended._create_variable(spec)
+        # A variable that is made while a program is traced is made at once, not in the program.
+        with jax.ensure_compile_time_eval():
+            value = _initial_array(initial_value, dtype, shape, name)
+            spec = VariableSpec(value, bool(trainable), name, synchronization, aggregation, constraint)
+            return strategy.extended._create_variable(spec)
 
     replica = ctx.active_replica()
     if replica is None:
@@ -427,6 +456,12 @@ def create_variable(
 def _initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> jax.Array:
     value = initial_value() if callable(initial_value) else initial_value
     value = operand_of(value)
+    if compat.is_staged(value):
+        raise InvalidValueError(
+            f"The initial value of variable {name!r} is computed by the program that is being traced, "
+            "so it is not known yet. Give a function that makes it, as in "
+            f"px.Variable(lambda: jnp.zeros(3)). Received: {value!r}"
+        )
     if isinstance(value, DistributedValues):
         raise InvalidValueError(
             "The initial value of a variable must be one value, not one per replica. "

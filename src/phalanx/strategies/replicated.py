@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from phalanx.core import compat, lifting
 from phalanx.core.errors import InvalidTypeError
 from phalanx.core.extended import StrategyExtended
 from phalanx.core.values import place
+from phalanx.execution.compiled import SpmdLifting, run_compiled, run_inlined
 from phalanx.execution.eager import run_replicas
 
 if TYPE_CHECKING:
@@ -52,4 +54,12 @@ class ReplicatedExtended(StrategyExtended):
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        program = lifting.current()
+        if len(self._devices) == 1:
+            if program is not None:
+                program.device = self._devices[0]
+        elif isinstance(program, SpmdLifting) and program.strategy is self._strategy:
+            return run_inlined(self._strategy, len(self._devices), fn, tuple(args), kwargs)
+        elif compat.is_staging():
+            return run_compiled(self._strategy, self._devices, fn, tuple(args), kwargs)
         return run_replicas(self._strategy, self._devices, self._replica_ids, fn, tuple(args), kwargs)

@@ -1,0 +1,82 @@
+"""Variables in traced programs.
+
+While a program is being traced, variables must not touch their real values: reading gives a traced
+value, and writing changes what the next read in the same program gives. A `Lifting` keeps track of
+that, and of which variables were used, so that the finished program can take them as inputs and
+return them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from phalanx.core import compat
+from phalanx.core.errors import ContextError
+
+
+class Lifting:
+    """What variables hold during the tracing of one program.
+
+    Args:
+        held: the traced value of each variable that existed when tracing began.
+    """
+
+    def __init__(self, held: Mapping[Any, Any]) -> None:
+        self._held = dict(held)
+        self._trace = compat.current_trace()
+        self.read: dict[Any, None] = {}
+        self.written: dict[Any, Any] = {}
+        self.device: Any = None
+        """Where the program should run, if a strategy with a single replica asked for a device."""
+
+    def held(self, variable: Any) -> Any:
+        """What a variable holds at this point of the program."""
+        if variable in self.written:
+            return self.written[variable]
+        if variable not in self._held:
+            return variable._value  # made while tracing, or unknown: a constant of the program
+        self.read[variable] = None
+        return self._held[variable]
+
+    def known(self) -> list[Any]:
+        """The variables that existed when tracing began, in the order of their creation."""
+        return list(self._held)
+
+    def set(self, variable: Any, value: Any) -> None:
+        """Write a variable."""
+        self._check_level(variable)
+        self.written[variable] = value
+
+    def _check_level(self, variable: Any) -> None:
+        if compat.staging_since(self._trace):
+            raise ContextError(
+                f"Variable {variable.name!r} was written inside lax.scan, lax.cond, jax.jit or another "
+                "function that JAX stages on its own. Return the new value from that function and "
+                "assign it outside."
+            )
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Lifting] = []
+
+
+_current = _Current()
+
+
+def current() -> Lifting | None:
+    """The lifting of the program that this thread is tracing, if any."""
+    return _current.stack[-1] if _current.stack else None
+
+
+@contextmanager
+def lifted(lifting: Lifting) -> Iterator[None]:
+    """Trace with a lifting."""
+    _current.stack.append(lifting)
+    try:
+        yield
+    finally:
+        _current.stack.pop()

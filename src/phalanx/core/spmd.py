@@ -1,0 +1,142 @@
+"""Distributed values inside an SPMD program.
+
+In a compiled `Strategy.run` one traced function stands for all replicas, and a per-replica value is
+one traced array that every replica computes for itself. Seen from a merge function it is still a
+`PerReplica` value: its components are gathered from the other replicas if somebody asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from phalanx.core import compat
+from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.reduction import ReduceOp, divide
+from phalanx.core.structure import map_nest
+from phalanx.core.values import REPLICA_AXIS, Layout, PerReplica, select_replica
+
+
+class SpmdPerReplica(PerReplica):
+    """A per-replica value of which this program sees the local component."""
+
+    __slots__ = ("_local",)
+
+    def __init__(self, local: Any, count: int) -> None:
+        self._components = self._global = None
+        self._layout = Layout(count, getattr(local, "ndim", 0) == 0)
+        self._local = local
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """All components, gathered from the replicas."""
+        if self._components is None:
+            rows = jax.tree.map(lambda x: lax.all_gather(x, REPLICA_AXIS), self._local)
+            self._components = tuple(jax.tree.map(lambda r, i=i: r[i], rows) for i in range(self.count))
+        return self._components
+
+    @property
+    def array(self) -> None:
+        """There is no array over all devices inside a program that runs on each of them."""
+        return None
+
+    @property
+    def is_traced(self) -> bool:
+        """False: the communication of the program, not plain arithmetic, combines components."""
+        return False
+
+    def samples(self) -> Sequence[Any]:
+        """The local component stands for all: one program means one shape."""
+        return [self._local] * self.count
+
+    @property
+    def local(self) -> Any:
+        """The component of the replica that runs the program."""
+        return self._local
+
+    def component(self, index: int) -> Any:
+        """The local component; a program cannot see another one without communication."""
+        del index
+        return self._local
+
+    def first(self) -> Any:
+        """Replica 0's component, broadcast to all."""
+        here = lax.axis_index(REPLICA_AXIS) == 0
+
+        def broadcast(x: Any) -> Any:
+            chosen = jnp.where(here, x, jnp.zeros_like(x))
+            if chosen.dtype == jnp.bool_:
+                return lax.psum(chosen.astype(jnp.int32), REPLICA_AXIS) > 0
+            return lax.psum(chosen, REPLICA_AXIS)
+
+        return jax.tree.map(broadcast, self._local)
+
+    def with_component(self, index: int, new: Any) -> SpmdPerReplica:
+        """The value with the local component replaced."""
+        del index
+        return SpmdPerReplica(new, self.count)
+
+    def map_components(self, fn: Callable[[Any, Any], Any], operand: Any) -> SpmdPerReplica:
+        """The value with `fn` applied to the local component."""
+        return SpmdPerReplica(fn(self._local, select_replica(0, operand)), self.count)
+
+    def __repr__(self) -> str:
+        return f"PerReplica(local={self._local!r})"
+
+    __str__ = __repr__
+    __hash__ = object.__hash__
+
+
+jax.tree_util.register_pytree_node(
+    SpmdPerReplica,
+    lambda v: ((v._local,), None),
+    lambda _, children: children[0],
+)
+
+
+def wrap_arguments(nest: Any, count: int, always: bool) -> Any:
+    """The arguments of a merge point: what a replica computed is per replica, constants are plain."""
+
+    def wrap(x: Any) -> Any:
+        traced = any(compat.is_tracer(leaf) for leaf in jax.tree.leaves(x))
+        numeric = isinstance(x, jax.Array | IndexedSlices)
+        return SpmdPerReplica(x, count) if numeric and (traced or always) else x
+
+    return map_nest(wrap, nest)
+
+
+def all_reduce(
+    op: ReduceOp, xs: Sequence[jax.Array], packs: Sequence[Sequence[int]]
+) -> list[jax.Array]:
+    """Reduce local arrays over all replicas, those of one pack in one message."""
+    reduced: list[Any] = [None] * len(xs)
+    for pack in packs:
+        if len(pack) == 1:
+            reduced[pack[0]] = lax.psum(xs[pack[0]], REPLICA_AXIS)
+            continue
+        flat = jnp.concatenate([xs[i].ravel() for i in pack])
+        total, start = lax.psum(flat, REPLICA_AXIS), 0
+        for i in pack:
+            reduced[i] = total[start : start + xs[i].size].reshape(xs[i].shape)
+            start += xs[i].size
+    if op is ReduceOp.MEAN:
+        count = lax.axis_size(REPLICA_AXIS)
+        reduced = [divide(x, count) for x in reduced]
+    return reduced
+
+
+def all_gather(x: jax.Array, axis: int) -> jax.Array:
+    """Join local arrays over all replicas."""
+    return lax.all_gather(x, REPLICA_AXIS, axis=axis, tiled=True)
+
+
+def all_reduce_slices(op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
+    """Join sparse rows over all replicas."""
+    values, indices = all_gather(slices.values, 0), all_gather(slices.indices, 0)
+    if op is ReduceOp.MEAN:
+        values = divide(values, lax.axis_size(REPLICA_AXIS))
+    return IndexedSlices(values, indices, slices.dense_shape)

@@ -1,0 +1,250 @@
+"""The compiled executor: one SPMD program for all replicas.
+
+Inside traced code `Strategy.run` becomes one `shard_map` over the mesh axis "replica". The step is
+traced once and stands for every replica: its id is `lax.axis_index`, per-replica arguments are its
+shards, and collectives are part of the program. Merge functions are inlined; what they see of per-
+replica values is `SpmdPerReplica`. The rules are the eager executor's, because both go through the
+same merge points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from phalanx.core import compat, lifting
+from phalanx.core import context as ctx
+from phalanx.core.distributed_variables import SyncOnReadVariable
+from phalanx.core.errors import ContextError, InvalidArgumentError, UnsupportedError
+from phalanx.core.replica_context import MergePoint, ReplicaContext
+from phalanx.core.spmd import SpmdPerReplica, wrap_arguments
+from phalanx.core.structure import leaves, replace_leaves
+from phalanx.core.values import (
+    REPLICA_AXIS,
+    Layout,
+    Mirrored,
+    PerReplica,
+    replica_mesh,
+    select_replica,
+)
+from phalanx.core.variables import ResourceVariable, Variable
+
+if TYPE_CHECKING:
+    from phalanx.core.strategy import Strategy
+
+_SPLIT, _WHOLE = PartitionSpec(REPLICA_AXIS), PartitionSpec()
+
+
+def run_compiled(
+    strategy: Strategy,
+    devices: tuple[jax.Device, ...],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Add a run of `fn` on all replicas to the program that is being traced."""
+    return _CompiledRun(strategy, devices, fn, (args, dict(kwargs))).add()
+
+
+def run_inlined(
+    strategy: Strategy,
+    count: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run `fn` from a merge function of a compiled run: the program is on all replicas already."""
+    mine = select_replica(0, (args, dict(kwargs)))
+    with _replica_context(strategy, count):
+        result = fn(*mine[0], **mine[1])
+    return wrap_arguments(result, count, always=False)
+
+
+def _replica_context(strategy: Strategy, count: int) -> ReplicaContext:
+    return ReplicaContext(
+        strategy,
+        lax.axis_index(REPLICA_AXIS),
+        rendezvous=CompiledRendezvous(count),
+        index=0,
+        compiled=True,
+    )
+
+
+class CompiledRendezvous:
+    """Replicas of one program are always together, so they meet by inlining the merge function."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def meet(self, context: ReplicaContext, point: MergePoint) -> Any:
+        """See `Rendezvous.meet`."""
+        nest = wrap_arguments((point.args, dict(point.kwargs)), self._count, point.always_wrap)
+        with ctx.push(ctx.Mode(context.strategy)):
+            result = point.fn(context.strategy, *nest[0], **nest[1])
+        return select_replica(0, result)
+
+
+class SpmdLifting(lifting.Lifting):
+    """Variables inside a compiled run.
+
+    Mirrored variables are captured from the program around it. Variables that are synchronized on read
+    come in as shards, because each replica must see its own copy.
+    """
+
+    def __init__(
+        self, parent: lifting.Lifting | None, strategy: Strategy, local: Mapping[Any, Any]
+    ) -> None:
+        super().__init__(local)
+        self._parent = parent
+        self.strategy = strategy
+
+    def held(self, variable: Any) -> Any:
+        """What a variable holds on this replica."""
+        if variable in self.written or variable in self._held:
+            return super().held(variable)
+        value = variable._value if self._parent is None else self._parent.held(variable)
+        if isinstance(value, PerReplica):  # of a program around this one that nobody lifted
+            rows = jnp.stack([jnp.asarray(x) for x in value.values])
+            return SpmdPerReplica(rows[lax.axis_index(REPLICA_AXIS)], value.count)
+        return value
+
+    def set(self, variable: Any, value: Any) -> None:
+        """Write a variable on all replicas, or this replica's copy of it."""
+        if self._parent is None:
+            raise ContextError(
+                f"Variable {variable.name!r} was written inside jax.jit, where its new value cannot "
+                "leave the program. Use px.function in place of jax.jit."
+            )
+        if isinstance(variable, ResourceVariable):
+            raise UnsupportedError(
+                f"Variable {variable.name!r} was made outside of the strategy's scope, so it has one "
+                "copy that all replicas would write at once. Create it inside strategy.scope()."
+            )
+        super().set(variable, value)
+
+
+class _CompiledRun:
+    """One call of `Strategy.run` in traced code."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        devices: tuple[jax.Device, ...],
+        fn: Callable[..., Any],
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> None:
+        self._strategy, self._fn, self._inputs = strategy, fn, inputs
+        self._count = len(devices)
+        self._mesh = replica_mesh(devices)
+        self._parent = lifting.current()
+        # Found while tracing:
+        self._result: Any = None
+        self._plain: dict[int, Any] = {}
+        self._scalars: list[bool] = []
+        self._mirrored: list[Any] = []
+        self._copied: list[Any] = []
+
+    def add(self) -> Any:
+        """Trace the step and return its results."""
+        leaf_values = leaves(self._inputs)
+        split = [i for i, x in enumerate(leaf_values) if isinstance(x, PerReplica)]
+        arrays = [_global_array(leaf_values[i]) for i in split]
+        layouts = [leaf_values[i].layout for i in split]
+        variables = self._on_read_variables()
+        held = [self._parent.held(v) for v in variables] if self._parent else []
+        copies = [_global_array(value) for value in held]
+
+        def body(arrays: list[jax.Array], copies: list[jax.Array]) -> Any:
+            mine = list(leaf_values)
+            for i, x, layout in zip(split, arrays, layouts, strict=True):
+                mine[i] = _local(x, layout)
+            local = {
+                v: SpmdPerReplica(_local(x, h.layout), self._count)
+                for v, x, h in zip(variables, copies, held, strict=True)
+            }
+            return self._body(replace_leaves(self._inputs, mine), local)
+
+        mapped = jax.shard_map(
+            body,
+            mesh=self._mesh,
+            in_specs=(_SPLIT, _SPLIT),
+            out_specs=(_SPLIT, _WHOLE, _SPLIT),
+            check_vma=False,
+        )
+        results, mirrored, copied = mapped(arrays, copies)
+        for variable, value in zip(self._mirrored, mirrored, strict=True):
+            self._write_back(variable, value)
+        for variable, value in zip(self._copied, copied, strict=True):
+            layout = Layout(self._count, not variable.shape)
+            self._write_back(variable, PerReplica.from_global(value, layout))
+        return self._joined(results)
+
+    def _on_read_variables(self) -> list[Any]:
+        if self._parent is None:
+            return []
+        return [
+            v
+            for v in self._parent.known()
+            if isinstance(v, SyncOnReadVariable) and v.distribute_strategy is self._strategy
+        ]
+
+    def _body(self, inputs: Any, local: dict[Any, Any]) -> Any:
+        """The step, as every replica runs it."""
+        inner = SpmdLifting(self._parent, self._strategy, local)
+        here = compat.current_trace()
+        with lifting.lifted(inner), _replica_context(self._strategy, self._count):
+            args, kwargs = inputs
+            self._result = self._fn(*args, **kwargs)
+        outputs = []
+        for i, leaf in enumerate(leaves(self._result)):
+            if isinstance(leaf, SpmdPerReplica | Mirrored):
+                leaf = leaf.component(0)  # noqa: PLW2901
+            if isinstance(leaf, jax.Array) and compat.belongs_to(leaf, here):
+                self._scalars.append(leaf.ndim == 0)
+                outputs.append(leaf[None] if leaf.ndim == 0 else leaf)
+            else:
+                self._plain[i] = leaf
+        mirrored, copied = [], []
+        for variable, value in inner.written.items():
+            if isinstance(value, SpmdPerReplica):
+                self._copied.append(variable)
+                copied.append(value.local[None] if not variable.shape else value.local)
+            else:
+                self._mirrored.append(variable)
+                mirrored.append(value.component(0) if isinstance(value, Mirrored) else value)
+        return outputs, mirrored, copied
+
+    def _write_back(self, variable: Variable, value: Any) -> None:
+        assert self._parent is not None
+        mirrored = not isinstance(value, PerReplica) and isinstance(variable._value, Mirrored)
+        self._parent.set(variable, Mirrored.of_global(value, self._count) if mirrored else value)
+
+    def _joined(self, results: list[jax.Array]) -> Any:
+        per_replica = iter(
+            PerReplica.from_global(x, Layout(self._count, scalar))
+            for x, scalar in zip(results, self._scalars, strict=True)
+        )
+        new = [
+            self._plain[i] if i in self._plain else next(per_replica)
+            for i in range(len(leaves(self._result)))
+        ]
+        return replace_leaves(self._result, new)
+
+
+def _global_array(value: PerReplica) -> jax.Array:
+    array = value.array
+    if array is None:
+        raise InvalidArgumentError(
+            "Compiled code needs the same shape and dtype on every replica. Use the eager executor "
+            f"for uneven batches: call strategy.run outside of px.function. Received: {value!r}"
+        )
+    return array
+
+
+def _local(x: jax.Array, layout: Layout) -> jax.Array:
+    return x[0] if layout.scalar else x

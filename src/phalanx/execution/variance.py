@@ -1,0 +1,107 @@
+"""Which values of a program are certainly the same on all replicas.
+
+A mirrored variable without an aggregation may only be written with values that agree. In a compiled
+program that is a property of the program: per-replica inputs and the replica id differ, sums over
+replicas agree, and everything computed from values that agree agrees. Marks
+(`compat.mark_same_on_all_replicas`) say where it matters. The analysis is conservative: what it
+cannot see through counts as differing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.core import compat
+from phalanx.core.values import REPLICA_AXIS
+
+_AGREEING = {"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"}
+_CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "checkpoint",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}
+
+
+def differing_marks(jaxpr: Any) -> list[str]:
+    """The labels of the marks that replicas may reach with different values."""
+    found: list[str] = []
+    _outside(jaxpr, found)
+    return list(dict.fromkeys(found))
+
+
+def _outside(jaxpr: Any, found: list[str]) -> None:
+    """Look for compiled runs in a program, at any depth."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            specs = eqn.params["in_specs"]
+            differing = [any(part is not None for part in spec) for spec in specs]
+            _walk(eqn.params["jaxpr"], differing, found)
+        else:
+            for sub in compat.sub_jaxprs(eqn):
+                _outside(sub, found)
+
+
+def _walk(jaxpr: Any, inputs: Sequence[bool], found: list[str]) -> list[bool]:
+    """Whether each output of a jaxpr may differ, given whether each input may."""
+    differs: dict[Any, bool] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(atom: Any) -> bool:
+        return False if compat.is_literal(atom) else differs.get(atom, False)
+
+    for eqn in jaxpr.eqns:
+        given = [of(x) for x in eqn.invars]
+        for var, out in zip(eqn.outvars, _equation(eqn, given, found), strict=True):
+            differs[var] = out
+    return [of(x) for x in jaxpr.outvars]
+
+
+def _equation(eqn: Any, given: list[bool], found: list[str]) -> list[bool]:
+    name = eqn.primitive.name
+    count = len(eqn.outvars)
+    if name == compat.SAME_ON_ALL_REPLICAS:
+        if given[0]:
+            found.append(eqn.params["label"])
+        return [False]
+    if name == "axis_index":
+        return [True]
+    if name in _AGREEING and _over_replicas(eqn.params):
+        return [False] * count
+    subs = compat.sub_jaxprs(eqn)
+    if name in _CALLS and len(subs) >= 1 and len(subs[0].invars) == len(given):
+        return _walk(subs[0], given, found)
+    if name == "scan":
+        return _scan(eqn, subs[0], given, found)
+    if name == "cond":
+        branches = [_walk(sub, given[1:], found) for sub in subs]
+        return [given[0] or any(column) for column in zip(*branches, strict=True)]
+    for sub in subs:  # a while loop, or something new: assume the worst
+        _walk(sub, [True] * len(sub.invars), found)
+    return [any(given) or bool(subs)] * count
+
+
+def _scan(eqn: Any, body: Any, given: list[bool], found: list[str]) -> list[bool]:
+    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    state = given[consts : consts + carry]
+    while True:
+        inputs = given[:consts] + state + given[consts + carry :]
+        trial: list[str] = []
+        outputs = _walk(body, inputs, trial)
+        grown = [a or b for a, b in zip(state, outputs[:carry], strict=True)]
+        if grown == state:
+            found += trial
+            return state + outputs[carry:]
+        state = grown
+
+
+def _over_replicas(params: dict[str, Any]) -> bool:
+    axes = params.get("axes", params.get("axis_name", ()))
+    names = axes if isinstance(axes, tuple | list) else (axes,)
+    return REPLICA_AXIS in names and params.get("axis_index_groups") is None
