@@ -1,8 +1,9 @@
 """Virtual environments for the libraries that benchmarks compare with, made on first use.
 
 ``python benchmarks/peers.py tensorflow`` makes the environment (or finds the one made before) and
-prints its interpreter. An interpreter that has the library already can be given instead, in the
-environment variable PHALANX_BENCH_TENSORFLOW_PYTHON.
+prints its interpreter; ``torch`` is the other peer. An interpreter that has the library already can be
+given instead, in the environment variable PHALANX_BENCH_TENSORFLOW_PYTHON or
+PHALANX_BENCH_TORCH_PYTHON.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from pathlib import Path
 HOME = Path(__file__).resolve().parent.parent / ".venvs"
 
 # For each peer, what to install; the first that can be installed is taken.
-PEERS = {"tensorflow": ("tensorflow-cpu==2.21.0", "tensorflow==2.21.0")}
+PEERS = {
+    "tensorflow": ("tensorflow-cpu==2.21.0", "tensorflow==2.21.0"),
+    "torch": ("torch==2.13.0 numpy",),
+}
 
 VENV_DEADLINE = 300.0
 INSTALL_DEADLINE = 1800.0
@@ -56,7 +60,7 @@ def _make(home: Path, python: Path, stamp: Path, requirements: tuple[str, ...]) 
     for requirement in requirements:
         _say(f"Installing {requirement}; this takes a few minutes")
         try:
-            _run([*pip, requirement], INSTALL_DEADLINE)
+            _run([*pip, *requirement.split()], INSTALL_DEADLINE)
         except PeerError as error:
             failures.append(str(error))
             continue

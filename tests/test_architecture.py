@@ -14,7 +14,11 @@ import phalanx as px
 
 ROOT = Path(px.__file__).parent
 LAYERS = ["core", "execution", "collectives", "strategies"]
-BESIDE = {"cluster": {"core"}, "train": {"cluster", "core"}, "cli": set(LAYERS) | {"train"}}
+BESIDE = {
+    "cluster": {"core"},
+    "train": {"cluster", "core", "execution"},
+    "cli": {*LAYERS, "train"},
+}
 
 
 def modules() -> list[Path]:

@@ -14,7 +14,7 @@ A map of the package:
 Arrows point one way: core <- execution <- collectives <- strategies. This module only re-exports.
 """
 
-from phalanx import cluster_resolver, config, errors, experimental, nn, partitioners, train
+from phalanx import cluster_resolver, config, errors, experimental, nn, partitioners, random, train
 from phalanx.collectives.cross_device_ops import (
     AllReduceCrossDeviceOps,
     CrossDeviceOps,
@@ -45,6 +45,7 @@ from phalanx.core.synchronization import VariableAggregation, VariableSynchroniz
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica
 from phalanx.core.variables import Variable
 from phalanx.execution.function import Function, TensorSpec, function
+from phalanx.execution.gradients import grad, value_and_grad
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.default import DefaultStrategy
 from phalanx.strategies.mirrored import MirroredStrategy
@@ -93,9 +94,12 @@ __all__ = [
     "function",
     "get_replica_context",
     "get_strategy",
+    "grad",
     "has_strategy",
     "in_cross_replica_context",
     "nn",
     "partitioners",
+    "random",
     "train",
+    "value_and_grad",
 ]

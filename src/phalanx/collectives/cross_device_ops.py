@@ -39,7 +39,7 @@ class CrossDeviceOps:
     To write an algorithm, derive from it and override `reduce_implementation` and
     `batch_reduce_implementation`; values arrive checked. `broadcast` is provided.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> class SumPlusHundred(px.CrossDeviceOps):
         ...     def reduce_implementation(self, op, value, destinations, options):

@@ -33,7 +33,7 @@ def plan_packs(sizes: Sequence[int], kinds: Sequence[Hashable], packing: Packing
     Every index occurs in exactly one group, groups hold one kind only, and indices ascend within a
     group. Groups are ordered by their first index.
 
-    Example:
+    Examples:
         >>> plan_packs([10, 10, 10], ["f", "i", "f"], Packing())
         [[0, 2], [1]]
         >>> plan_packs([10, 10, 10], ["f", "f", "f"], Packing(bytes_per_pack=20))

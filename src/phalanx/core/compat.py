@@ -40,6 +40,16 @@ def platform_may_exist(platform: str) -> bool:
     return any(name in _bridge._backend_factories for name in aliases)
 
 
+# -- jit ---------------------------------------------------------------------------------------------
+
+replica_count_in_jit_key = jax.make_user_context(None)
+"""A context manager that keeps programs traced for one number of replicas from serving another.
+
+Functions such as `px.nn.compute_average_loss` ask for the number while they are traced, so it must be
+a part of the key under which `jax.jit` caches what it has traced.
+"""
+
+
 # -- arrays -------------------------------------------------------------------------------------
 
 
@@ -50,9 +60,9 @@ def uncommitted(x: jax.Array) -> jax.Array:
     silently, and ported code relies on it (``sum(strategy.experimental_local_results(x))``), so
     the single-device arrays that Phalanx hands out are uncommitted. No copy is made.
     """
-    if isinstance(x, _core.Tracer) or not getattr(x, "_committed", False):
+    if not isinstance(x, _array.ArrayImpl) or not x._committed:
         return x
-    return _array.ArrayImpl(x.aval, x.sharding, x._arrays, committed=False, _skip_checks=True)  # type: ignore[attr-defined]
+    return _array.ArrayImpl(x.aval, x.sharding, x._arrays, committed=False, _skip_checks=True)
 
 
 def movable(x: Any) -> Any:
@@ -68,6 +78,10 @@ def assemble(shape: tuple[int, ...], sharding: Sharding, pieces: Sequence[jax.Ar
     Like `jax.make_array_from_single_device_arrays` but about four times cheaper, because the caller
     has already made sure that shapes, dtypes and devices fit.
     """
+    if is_key_array(pieces[0]):  # the keys are a view of the integers below
+        data = [jax.random.key_data(piece) for piece in pieces]
+        whole = assemble((*shape, *data[0].shape[pieces[0].ndim :]), sharding, data)
+        return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(pieces[0]))
     aval = _core.ShapedArray(shape, pieces[0].dtype)
     buffers = [piece._arrays[0] for piece in pieces]  # type: ignore[attr-defined]
     return _array.ArrayImpl(aval, sharding, buffers, committed=True, _skip_checks=True)
@@ -76,6 +90,17 @@ def assemble(shape: tuple[int, ...], sharding: Sharding, pieces: Sequence[jax.Ar
 def pieces(x: jax.Array) -> list[jax.Array]:
     """The single-device arrays behind a global array, in device order, without copying."""
     return [shard.data for shard in x.addressable_shards]
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype that `x` has inside a program."""
+    aval = _core.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def is_key_array(x: Any) -> bool:
+    """Whether `x` is an array of typed random keys."""
+    return isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def is_tracer(x: Any) -> bool:

@@ -91,7 +91,7 @@ def push(mode: Mode) -> Iterator[None]:
 def get_strategy() -> Strategy:
     """The current strategy of this thread; the default strategy if no scope is active.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
         >>> with strategy.scope():
@@ -104,7 +104,7 @@ def get_strategy() -> Strategy:
 def has_strategy() -> bool:
     """Whether a strategy other than the default one is current.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> px.has_strategy()
         False
@@ -115,7 +115,7 @@ def has_strategy() -> bool:
 def get_replica_context() -> ReplicaContext | None:
     """The replica context: an object inside `Strategy.run` and outside of scopes, None in a scope.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
         >>> with strategy.scope():
@@ -135,7 +135,7 @@ def get_replica_context() -> ReplicaContext | None:
 def in_cross_replica_context() -> bool:
     """Whether the code sees all replicas at once: in a scope, a merge function or an update.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> px.in_cross_replica_context()
         False
@@ -148,7 +148,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Replaces a strategy that was set this way before. Not allowed inside ``with strategy.scope()``.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> px.experimental_set_strategy(px.OneDeviceStrategy("CPU:0"))
         >>> px.has_strategy()

@@ -15,14 +15,16 @@ from typing import Any
 import jax
 
 from phalanx.core import compat
-from phalanx.core.errors import DuplicateDeviceError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import (
+    DuplicateDeviceError,
+    FrozenDevicesError,
+    InvalidTypeError,
+    InvalidValueError,
+    RemoteDeviceError,
+)
 
 DeviceLike = Any
 """What may be written for a device: a device string, a `jax.Device` or a `LogicalDevice`."""
-
-
-class RemoteDeviceError(InvalidValueError, RuntimeError):
-    """A device of another task was named where only local ones can be used."""
 
 
 _DEVICE = re.compile(
@@ -40,7 +42,7 @@ _PLATFORM_TO_KIND = {"cpu": "CPU", "gpu": "GPU", "cuda": "GPU", "rocm": "GPU", "
 class DeviceSpec:
     """The parts of a device string; parts that were not written are None.
 
-    Example:
+    Examples:
         >>> from phalanx.core.devices import parse_device
         >>> parse_device("/job:worker/replica:0/task:1/device:GPU:0")
         DeviceSpec(job='worker', task=1, kind='GPU', index=0)
@@ -129,8 +131,8 @@ def resolve_device(device: DeviceLike) -> jax.Device:
     spec = parse_device(device)
     if spec.is_remote:
         raise RemoteDeviceError(
-            "Devices of other tasks cannot be used from this process. Name local devices, or use "
-            f"MultiWorkerMirroredStrategy to train over several processes. Received: {device!r}"
+            "Devices of other tasks cannot be used from this process. Name local devices, as in "
+            f"'CPU:0'. Received: {device!r}"
         )
     kind = spec.kind or device_kind(local_devices()[0])
     known = local_devices(kind)
@@ -225,7 +227,7 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
     one physical CPU however many cores it has. Asking for GPUs or TPUs starts JAX if a plugin for
     them is installed.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> px.config.list_physical_devices("CPU")
         [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
@@ -241,7 +243,7 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
 def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
     """The devices that strategies can use; starts JAX.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> px.config.list_logical_devices("CPU")[0]
         LogicalDevice(name='/device:CPU:0', device_type='CPU')
@@ -317,10 +319,6 @@ def set_cpu_device_count(count: int) -> None:
             f"Received: {count} logical devices"
         )
     jax.config.update("jax_num_cpu_devices", count)
-
-
-class FrozenDevicesError(InvalidValueError, RuntimeError):
-    """The number of devices was changed after JAX had started."""
 
 
 def cpu_device_count() -> int:

@@ -36,7 +36,8 @@ from phalanx.core.values import (
     place,
     same_value,
 )
-from phalanx.core.variables import Variable, VariableSpec
+from phalanx.core.variable_spec import VariableSpec
+from phalanx.core.variables import Variable
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
@@ -46,9 +47,9 @@ class ReplicaVariable(Variable):
     """One copy of a variable that has several: a view, for reading and updating that copy."""
 
     def __init__(self, container: CopiedVariable, index: int) -> None:
+        self.replica_container = container
         self._set_up(container._spec, container._strategy, container._devices[index])
         self._value = None  # the container holds it
-        self.replica_container = container
         self._index = index
 
     @property
@@ -138,7 +139,7 @@ class MirroredVariable(CopiedVariable):
     aggregation makes one value of theirs. In cross-replica context it is the first copy when read,
     and writes go to all copies.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
         >>> with strategy.scope():
@@ -339,12 +340,19 @@ def require_same(value: Any, variable: Variable, method: str) -> Any:
         if not same_value(first, other):
             raise DivergenceError(
                 f"{method} of variable {variable.name!r} would write different values to copies "
-                "that must stay equal, and its aggregation is NONE. Create it with "
-                "aggregation=px.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or with "
-                "synchronization=px.VariableSynchronization.ON_READ. Received: "
+                f"that must stay equal. {_remedy(variable)} Received: "
                 f"{_brief(first)} on replica 0 and {_brief(other)} on replica {i}"
             )
     return first
+
+
+def _remedy(variable: Variable) -> str:
+    if variable.aggregation is not VariableAggregation.NONE:
+        return "Combine the replicas' values first, as with strategy.reduce or reduce_to."
+    return (
+        "Its aggregation is NONE: create it with aggregation=px.VariableAggregation.SUM, MEAN or "
+        "ONLY_FIRST_REPLICA, or with synchronization=px.VariableSynchronization.ON_READ."
+    )
 
 
 def _component(x: Any, index: int) -> Any:

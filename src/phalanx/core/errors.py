@@ -23,6 +23,14 @@ class ContextError(PhalanxError, RuntimeError):
     """
 
 
+class StagedValueError(ContextError, TypeError):
+    """Python code asked for the value of something that a compiled function only computes later.
+
+    Usually a branch on the replica id or on an array. Write it with `jnp.where` or `jax.lax.cond`, or
+    run the step eagerly.
+    """
+
+
 class StrategyMismatchError(ContextError):
     """Objects of two different strategies were mixed.
 
@@ -96,6 +104,18 @@ class InvalidDestinationError(InvalidTypeError, InvalidValueError, AssertionErro
 
 class DuplicateDeviceError(InvalidValueError, AssertionError):
     """A device was listed twice. Each replica needs a device of its own."""
+
+
+class RemoteDeviceError(InvalidValueError, RuntimeError):
+    """A device of another task was named where only local ones can be used."""
+
+
+class FrozenDevicesError(InvalidValueError, RuntimeError):
+    """The number of devices was changed after JAX had started."""
+
+
+class NoTPUError(InvalidValueError, IndexError):
+    """There is no TPU in this process."""
 
 
 class ForeignVariableError(InvalidValueError, AssertionError):

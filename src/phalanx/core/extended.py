@@ -40,7 +40,8 @@ from phalanx.core.replica_context import MergePoint
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest, merge_nests
 from phalanx.core.values import Mirrored, PerReplica, place, regroup, select_replica
-from phalanx.core.variables import Variable, VariableSpec
+from phalanx.core.variable_spec import VariableSpec
+from phalanx.core.variables import Variable
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy

@@ -20,7 +20,7 @@ class IndexedSlices(Leaf):
 
     An index may occur several times; adding the slices then adds all of its rows.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, phalanx as px
         >>> table = px.Variable(jnp.zeros((3, 2)))
         >>> rows = px.IndexedSlices(values=jnp.ones((2, 2)), indices=jnp.array([0, 2]))

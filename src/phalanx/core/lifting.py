@@ -29,6 +29,8 @@ class Lifting:
         self._trace = compat.current_trace()
         self.read: dict[Any, None] = {}
         self.written: dict[Any, Any] = {}
+        self.made: list[Any] = []
+        """The variables that the program has made."""
         self.device: Any = None
         """Where the program should run, if a strategy with a single replica asked for a device."""
 
@@ -59,9 +61,40 @@ class Lifting:
             )
 
 
+class Substitution(Lifting):
+    """Some variables replaced by values that are being differentiated."""
+
+    def __init__(self, held: Mapping[Any, Any], parent: Lifting | None) -> None:
+        super().__init__(held)
+        self._parent = parent
+        self.device = None if parent is None else parent.device
+
+    def held(self, variable: Any) -> Any:
+        """The replacement, until the variable is written; else what it holds anyway."""
+        if variable in self._held:
+            return self._held[variable]
+        if self._parent is not None:
+            return self._parent.held(variable)
+        with lifted(None):
+            return variable._held()
+
+    def known(self) -> list[Any]:
+        """What the program around it knows."""
+        return [] if self._parent is None else self._parent.known()
+
+    def set(self, variable: Any, value: Any) -> None:
+        """Write through; later reads see what was written."""
+        if self._parent is not None:
+            self._parent.set(variable, value)
+        else:
+            with lifted(None):
+                variable._set_now(value)
+        self._held.pop(variable, None)
+
+
 class _Current(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Lifting] = []
+        self.stack: list[Lifting | None] = []
 
 
 _current = _Current()
@@ -72,9 +105,14 @@ def current() -> Lifting | None:
     return _current.stack[-1] if _current.stack else None
 
 
+def enclosing() -> list[Lifting]:
+    """The liftings of the programs that this thread is tracing, the innermost last."""
+    return [x for x in _current.stack if x is not None]
+
+
 @contextmanager
-def lifted(lifting: Lifting) -> Iterator[None]:
-    """Trace with a lifting."""
+def lifted(lifting: Lifting | None) -> Iterator[None]:
+    """Trace with a lifting, or without one."""
     _current.stack.append(lifting)
     try:
         yield

@@ -25,7 +25,7 @@ def compute_average_loss(
         sample_weight: a weight per example, or anything that broadcasts against the losses.
         global_batch_size: by default the local batch size times the number of replicas.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, phalanx as px
         >>> float(px.nn.compute_average_loss(jnp.array([1.0, 2.0, 3.0]), global_batch_size=6))
         1.0
@@ -61,7 +61,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     Every replica computes the same regularization loss, so that the sum over replicas counts it
     once.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> float(px.nn.scale_regularization_loss(6.0))
         6.0

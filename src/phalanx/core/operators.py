@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.core.errors import InvalidTypeError
+
 _Binary = Callable[[Any, Any], Any]
 
 
 def _forward(fn: _Binary) -> _Binary:
     def method(self: Any, other: Any) -> Any:
-        mine = self._operand()
-        return NotImplemented if mine is None else fn(mine, operand_of(other))
+        return fn(self._operand_or_type_error(), operand_of(other))
 
     return method
 
 
 def _reflected(fn: _Binary) -> _Binary:
     def method(self: Any, other: Any) -> Any:
-        mine = self._operand()
-        return NotImplemented if mine is None else fn(operand_of(other), mine)
+        return fn(operand_of(other), self._operand_or_type_error())
 
     return method
 
@@ -41,7 +41,7 @@ class ArrayOperators:
     """Arithmetic, comparison, indexing and conversion through `_operand`.
 
     `_operand` gives the array that the object stands for in the current context, or None where it
-    stands for none; operators then raise TypeError as for any unsupported operand.
+    stands for none; operators then raise a TypeError that says so.
     """
 
     __slots__ = ()
@@ -53,9 +53,18 @@ class ArrayOperators:
     def _array(self) -> jax.Array:
         """The array, or the error that explains why there is none here."""
         value = self._operand()
-        if value is None:
-            raise TypeError(f"{type(self).__name__} cannot be used as an array here")
+        assert value is not None
         return value
+
+    def _operand_or_type_error(self) -> jax.Array:
+        """The array, or the TypeError that Python raises for operands that do not fit."""
+        try:
+            return self._array()
+        except ValueError as error:
+            raise InvalidTypeError(str(error)) from None
+
+    def __format__(self, spec: str) -> str:
+        return format(self._array(), spec) if spec else str(self)
 
     __add__, __radd__ = _forward(operator.add), _reflected(operator.add)
     __sub__, __rsub__ = _forward(operator.sub), _reflected(operator.sub)

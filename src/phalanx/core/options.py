@@ -40,7 +40,7 @@ class CommunicationOptions:
         timeout_seconds: how long to wait for the other workers; None for the default.
         implementation: a `CommunicationImplementation` or its name.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> px.experimental.CommunicationOptions(implementation="ring").implementation
         CommunicationImplementation.RING
@@ -151,7 +151,7 @@ class InputReplicationMode(_NamedEnum):
 class InputOptions(NamedTuple):
     """Options of distributed datasets: placement, prefetching and replication.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> px.InputOptions(experimental_fetch_to_device=False).experimental_per_replica_buffer_size
         1
@@ -166,7 +166,7 @@ class InputOptions(NamedTuple):
 class InputContext:
     """What an input function needs to know about the pipeline it builds.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> context = px.InputContext(num_input_pipelines=2, input_pipeline_id=1,
         ...                           num_replicas_in_sync=4)
@@ -221,7 +221,7 @@ class InputContext:
 class ValueContext:
     """What a value function needs to know about the replica it makes a value for.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> print(px.experimental.ValueContext(1, 2))
         px.experimental.ValueContext(replica id 1, total replicas in sync: 2)

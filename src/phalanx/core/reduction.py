@@ -29,7 +29,7 @@ class ReduceOp(_NamedEnum):
 
     Everything that takes a `ReduceOp` also takes its name in any case.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> px.ReduceOp("sum") is px.ReduceOp.SUM
         True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -57,7 +58,7 @@ class SoloRendezvous:
 class ReplicaContext:
     """The view of one replica inside `Strategy.run`; get it from `px.get_replica_context`.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
         >>> def step():
@@ -90,7 +91,7 @@ class ReplicaContext:
         self._device = device
         self._rendezvous = rendezvous or SoloRendezvous()
         self._index = int(replica_id_in_sync_group or 0) if index is None else index
-        self._entered: list[Any] = []
+        self._entered: list[ExitStack] = []
         self._outer_trace = compat.current_trace()
         self.compiled = compiled
         """Whether one traced program stands for all replicas."""
@@ -156,7 +157,7 @@ class ReplicaContext:
             What `merge_fn` returned; where that holds distributed values, this replica's
             components.
 
-        Example:
+        Examples:
             >>> import phalanx as px
             >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> def total(strategy, x):
@@ -223,9 +224,11 @@ class ReplicaContext:
     # -- as a context manager, for code that implements strategies ------------------------------
 
     def __enter__(self) -> ReplicaContext:
-        pushed = ctx.push(ctx.Mode(self._strategy, self))
-        pushed.__enter__()
-        self._entered.append(pushed)
+        entered = ExitStack()
+        entered.enter_context(ctx.push(ctx.Mode(self._strategy, self)))
+        if self.num_replicas_in_sync > 1:
+            entered.enter_context(compat.replica_count_in_jit_key(self.num_replicas_in_sync))
+        self._entered.append(entered)
         return self
 
     def __exit__(
@@ -236,7 +239,7 @@ class ReplicaContext:
     ) -> None:
         if not self._entered:
             raise ContextError("This replica context was not entered")
-        self._entered.pop().__exit__(None, None, None)
+        self._entered.pop().close()
 
 
 def _is_replica_id(x: Any) -> bool:

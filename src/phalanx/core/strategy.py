@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from phalanx.core import compat
 from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.options import RunOptions, ValueContext
@@ -26,7 +27,7 @@ class Strategy:
     Use one of its subclasses. Create variables inside `scope`, run steps with `run`, and combine
     results with `reduce` or `gather`; the same code then works under every strategy.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, phalanx as px
         >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
         >>> with strategy.scope():
@@ -96,6 +97,9 @@ class Strategy:
         if options is not None and not isinstance(options, RunOptions):
             raise InvalidTypeError(f"options must be px.RunOptions or None. Received: {options!r}")
         ctx.require_cross_replica_or_default(self, "Strategy.run")
+        compiled = getattr(fn, "run_on_replicas", None)
+        if compiled is not None and not compat.is_transformation(compat.current_trace()):
+            return compiled(self, args, kwargs)
         with ctx.entered(self, "Strategy.run"):
             return self._extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
 
@@ -112,7 +116,7 @@ class Strategy:
         Returns:
             The nest with a plain array for each distributed value. Integers average to floats.
 
-        Example:
+        Examples:
             >>> import jax.numpy as jnp, phalanx as px
             >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> batch = [jnp.array([0.0, 1.0, 2.0, 3.0]), jnp.array([4.0, 5.0])]
@@ -132,7 +136,7 @@ class Strategy:
         Sizes along `axis` may differ, all others must agree. Plain arrays are returned as they are;
         a mirrored variable is repeated once per replica.
 
-        Example:
+        Examples:
             >>> import jax.numpy as jnp, phalanx as px
             >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
             >>> value = strategy.experimental_distribute_values_from_function(

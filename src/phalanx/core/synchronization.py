@@ -10,6 +10,7 @@ import enum
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from phalanx.core.errors import InvalidValueError, UnsupportedError
 
@@ -104,4 +105,7 @@ def copy_value_for_read_sum(value: Any, replicas: int, dtype: Any) -> Any:
 
     An equal share, cut to the dtype: an integer that does not divide reads back smaller.
     """
-    return (jnp.asarray(value) / replicas).astype(dtype)
+    array = jnp.asarray(value)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return lax.div(array, jnp.asarray(replicas, array.dtype)).astype(dtype)
+    return (array / replicas).astype(dtype)

@@ -95,6 +95,8 @@ def format_component(x: Any, how: Callable[[Any], str]) -> str:
     """Print a component the way TensorFlow prints tensors: value, shape and dtype."""
     if not isinstance(x, jax.Array) or compat.is_tracer(x):
         return how(x)
+    if compat.is_key_array(x):
+        return repr(x)
     if how is str:
         return f"Array({np.asarray(x)}, shape={x.shape}, dtype={x.dtype})"
     return f"<Array: shape={x.shape}, dtype={x.dtype}, numpy={describe_numpy(x)}>"
@@ -102,6 +104,8 @@ def format_component(x: Any, how: Callable[[Any], str]) -> str:
 
 def describe_numpy(x: jax.Array) -> str:
     """The value of an array, as in ``numpy=…`` of a printed tensor or variable."""
+    if compat.is_key_array(x):
+        return repr(x)
     host = np.asarray(x)
     return repr(host.item()) if host.ndim == 0 else repr(host)
 
@@ -248,7 +252,7 @@ class PerReplica(_TwoFaced, ArrayOperators):
     `Strategy.reduce` or `Strategy.gather`. As a pytree its leaf is one array over all devices: the
     components joined along their leading dimension (scalars are stacked), one part per device.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
         >>> value = strategy.experimental_distribute_values_from_function(
@@ -421,11 +425,16 @@ def regroup(nests: Sequence[Any], wrap: type[_TwoFaced] = PerReplica, always_wra
         if container is not None:
             return container
         first = column[0]
-        if not always_wrap and all(x is first for x in column):
+        if not always_wrap and all(_same_object(x, first) for x in column):
             return first
         return wrap(column)
 
     return merge_nests(nests, merge)
+
+
+def _same_object(a: Any, b: Any) -> bool:
+    # Whether two equal ints are one object is an accident of the interpreter.
+    return a is b or (type(a) is int and type(b) is int and a == b)
 
 
 def _common_container(column: tuple[Any, ...]) -> Any | None:
@@ -462,7 +471,11 @@ def same_value(a: Any, b: Any) -> bool:
     if a is b:
         return True
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(_equal_arrays(np.asarray(x), np.asarray(y)) for x, y in pairs)
+    return all(_equal_arrays(_bits(x), _bits(y)) for x, y in pairs)
+
+
+def _bits(x: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(jax.random.key_data(x) if compat.is_key_array(x) else x)
 
 
 def _equal_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:

@@ -9,8 +9,6 @@ it can be given to any function that takes an array.
 from __future__ import annotations
 
 import copy
-import itertools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -34,23 +32,12 @@ from phalanx.core.synchronization import (
 )
 from phalanx.core.updates import apply_update, broadcasts_to, fitting_shape
 from phalanx.core.values import DistributedValues, describe_numpy, device_of, place
+from phalanx.core.variable_spec import VariableSpec, initial_array, register
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
 
 Self = TypeVar("Self", bound="Variable")
-
-
-@dataclass(frozen=True)
-class VariableSpec:
-    """What the user asked for, checked; strategies make a variable from it."""
-
-    value: jax.Array
-    trainable: bool
-    name: str
-    synchronization: VariableSynchronization
-    aggregation: VariableAggregation
-    constraint: Callable[[Any], Any] | None = None
 
 
 class VariableMeta(type):
@@ -79,7 +66,7 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         constraint: kept for optimizers; a function applied to the value after an update.
         shape: if given, the initial value must have it.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> v = px.Variable([1.0, 2.0], name="v")
         >>> v.assign_add([10.0, 10.0])
@@ -114,7 +101,7 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         self._value: Any = spec.value if device is None else place(spec.value, device)
         self._exclusive = False
         """Whether nobody else can have the arrays it holds, so that a program may overwrite them."""
-        _register(self)
+        register(self)
 
     # -- description ----------------------------------------------------------------------------
 
@@ -190,6 +177,12 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         program = lifting.current()
         if program is not None:
             return program.held(self)
+        if compat.is_staging():
+            raise ContextError(
+                f"Variable {self.name!r} was read while JAX staged a function (jax.jit, lax.scan, …), "
+                "which would freeze its present value into the program. Give the value to the function "
+                "as an argument, or use px.function in place of jax.jit."
+            )
         self._exclusive = False  # whoever asked may keep it
         return self._value
 
@@ -308,12 +301,16 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         program = lifting.current()
         if program is not None:
             program.set(self, held)
-            return
-        if any(compat.is_tracer(x) for x in getattr(held, "values", (held,))):
+        else:
+            self._set_now(held)
+
+    def _set_now(self, held: Any) -> None:
+        """Replace what the variable really holds."""
+        if compat.is_staging() or any(map(compat.is_tracer, getattr(held, "values", (held,)))):
             raise ContextError(
-                f"Variable {self.name!r} was written while a program was being staged (jax.jit, "
-                "lax.scan, jax.vmap), where values are not known yet. Return the new value from the "
-                "staged function and assign it outside."
+                f"Variable {self.name!r} was written while JAX staged a function (jax.jit, lax.scan, "
+                "…), where values are not known yet. Return the new value from that function and "
+                "assign it outside, or use px.function in place of jax.jit."
             )
         journal = ctx.current_mode().journal
         if journal is not None:
@@ -349,7 +346,7 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         self._check_access(f"copy.deepcopy of {self.name!r}")
         clone = copy.copy(self)
         memo[id(self)] = clone
-        _register(clone)
+        register(clone)
         return clone
 
     # -- printing and comparing -----------------------------------------------------------------
@@ -361,6 +358,11 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         )
 
     __str__ = __repr__
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ARRAY_METHODS:
+            return getattr(self._array(), name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __eq__(self, other: object) -> Any:
         return self._array() == operand_of(other)
@@ -379,20 +381,6 @@ class ResourceVariable(Variable):
         self, spec: VariableSpec, strategy: Strategy | None = None, device: jax.Device | None = None
     ) -> None:
         self._set_up(spec, strategy, device or device_of(spec.value))
-
-
-_live: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
-_serial = itertools.count()
-
-
-def _register(variable: Variable) -> None:
-    _live[next(_serial)] = variable
-
-
-def live_variables() -> list[Variable]:
-    """All variables that exist, in the order of their creation; views of single copies left out."""
-    found = sorted(_live.items())
-    return [v for _, v in found if not hasattr(v, "replica_container")]
 
 
 @dataclass(frozen=True)
@@ -415,6 +403,40 @@ class VariableReference:
 # -- making variables ---------------------------------------------------------------------------
 
 
+_ARRAY_METHODS = {  # of jax.Array, as model code calls them on parameters
+    "all",
+    "any",
+    "argmax",
+    "argmin",
+    "at",
+    "clip",
+    "dot",
+    "flatten",
+    "item",
+    "max",
+    "mean",
+    "min",
+    "prod",
+    "ravel",
+    "round",
+    "squeeze",
+    "std",
+    "sum",
+    "swapaxes",
+    "take",
+    "tolist",
+    "transpose",
+    "var",
+}
+_UNUSED_ARGUMENTS = {
+    "validate_shape",
+    "caching_device",
+    "variable_def",
+    "import_scope",
+    "experimental_enable_variable_lifting",
+}  # of tf.Variable: they mean nothing here, and are accepted so that ported code runs
+
+
 def create_variable(
     initial_value: Any = None,
     trainable: bool | None = None,
@@ -425,8 +447,15 @@ def create_variable(
     aggregation: VariableAggregation = VariableAggregation.NONE,
     constraint: Callable[[Any], Any] | None = None,
     shape: Any = None,
+    **unused: Any,
 ) -> Variable:
     """Make a variable of the kind that the current strategy wants."""
+    unknown = set(unused) - _UNUSED_ARGUMENTS
+    if unknown:
+        raise InvalidTypeError(
+            "px.Variable takes initial_value, trainable, name, dtype, synchronization, aggregation, "
+            f"constraint and shape. Received: {', '.join(sorted(unknown))}"
+        )
     name = "Variable" if name is None else name
     if not isinstance(name, str) or not name:
         raise InvalidTypeError(f"name must be a non-empty string or None. Received: {name!r}")
@@ -442,7 +471,7 @@ def create_variable(
     def make(strategy: Strategy) -> Variable:
         # A variable that is made while a program is traced is made at once, not in the program.
         with jax.ensure_compile_time_eval():
-            value = _initial_array(initial_value, dtype, shape, name)
+            value = initial_array(initial_value, dtype, shape, name)
             spec = VariableSpec(value, bool(trainable), name, synchronization, aggregation, constraint)
             return strategy.extended._create_variable(spec)
 
@@ -451,36 +480,6 @@ def create_variable(
         return make(ctx.get_strategy())
     point = MergePoint(f"creation of variable {name!r}", make, (), {})
     return cast(Variable, replica.meet(point))
-
-
-def _initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> jax.Array:
-    value = initial_value() if callable(initial_value) else initial_value
-    value = operand_of(value)
-    if compat.is_staged(value):
-        raise InvalidValueError(
-            f"The initial value of variable {name!r} is computed by the program that is being traced, "
-            "so it is not known yet. Give a function that makes it, as in "
-            f"px.Variable(lambda: jnp.zeros(3)). Received: {value!r}"
-        )
-    if isinstance(value, DistributedValues):
-        raise InvalidValueError(
-            "The initial value of a variable must be one value, not one per replica. "
-            f"Received: {value!r} for variable {name!r}"
-        )
-    try:
-        array = jnp.asarray(value, dtype=dtype)
-    except (TypeError, ValueError) as error:
-        raise InvalidValueError(
-            f"The initial value of variable {name!r} is not an array or a number that has the "
-            f"dtype {dtype}. Received: {value!r}"
-        ) from error
-    if shape is not None and tuple(shape) != array.shape:
-        raise InvalidValueError(
-            f"The initial value of variable {name!r} does not have the shape that was asked for. "
-            f"Received: shape={tuple(shape)} and an initial value of shape {array.shape}"
-        )
-    # Weak types would let later updates change the dtype.
-    return jax.lax.convert_element_type(array, array.dtype)
 
 
 def _check_update_kwargs(method: str, kwargs: dict[str, Any]) -> None:

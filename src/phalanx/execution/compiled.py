@@ -65,6 +65,11 @@ def run_inlined(
     return wrap_arguments(result, count, always=False)
 
 
+def in_compiled_run(strategy: Strategy) -> bool:
+    """Whether the code that is being traced stands for all replicas of a strategy."""
+    return any(isinstance(x, SpmdLifting) and x.strategy is strategy for x in lifting.enclosing())
+
+
 def _replica_context(strategy: Strategy, count: int) -> ReplicaContext:
     return ReplicaContext(
         strategy,
@@ -107,8 +112,14 @@ class SpmdLifting(lifting.Lifting):
         """What a variable holds on this replica."""
         if variable in self.written or variable in self._held:
             return super().held(variable)
-        value = variable._value if self._parent is None else self._parent.held(variable)
-        if isinstance(value, PerReplica):  # of a program around this one that nobody lifted
+        if self._parent is None:
+            raise ContextError(
+                f"Variable {variable.name!r} was read inside jax.jit, which would freeze its present "
+                "value into the program. Give the value to the step as an argument, or use px.function "
+                "in place of jax.jit."
+            )
+        value = self._parent.held(variable)
+        if isinstance(value, PerReplica):  # another strategy's, or made while tracing
             rows = jnp.stack([jnp.asarray(x) for x in value.values])
             return SpmdPerReplica(rows[lax.axis_index(REPLICA_AXIS)], value.count)
         return value

@@ -110,6 +110,7 @@ class EagerRun:
         self._baton = threading.Semaphore(0)  # handed to the caller's thread
         self._aborted = False
         self._failure: BaseException | None = None
+        self._merge_error: BaseException | None = None
         self._outer_device = jax.config.jax_default_device  # type: ignore[attr-defined]
         self._caller = threading.current_thread()
         self._thread_state: compat.ThreadState | None = None
@@ -143,7 +144,8 @@ class EagerRun:
         except ReplicaAborted:
             raise
         except BaseException as error:
-            error.add_note(f"Raised on {replica} of {len(self._replicas)} of {self._strategy!r}.")
+            if error is not self._merge_error:  # which is nobody's in particular
+                error.add_note(f"Raised on {replica} of {len(self._replicas)} of {self._strategy!r}.")
             raise
         finally:
             replica.status = _Status.DONE
@@ -196,7 +198,7 @@ class EagerRun:
         except ReplicaAborted:
             raise
         except BaseException as raised:  # noqa: BLE001 - every replica must see it
-            error = raised
+            error = self._merge_error = raised
         for replica in self._replicas:
             replica.answer = select_replica(replica.index, answer)
             replica.merge_error = error

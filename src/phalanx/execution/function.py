@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +22,11 @@ import numpy as np
 from phalanx.core import compat, lifting
 from phalanx.core import context as ctx
 from phalanx.core.callsite import describe_traceback
-from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError, StagedValueError
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
-from phalanx.core.variables import Variable, live_variables
+from phalanx.core.variable_spec import live_variables
+from phalanx.core.variables import Variable
 from phalanx.execution.throttle import THROTTLE
 from phalanx.execution.variance import differing_marks
 
@@ -36,7 +37,7 @@ _log = logging.getLogger("phalanx")
 class TensorSpec:
     """The shape and dtype of an argument; a dimension of None fits any size.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, phalanx as px
         >>> spec = px.TensorSpec((None, 3), jnp.float32)
         >>> spec.accepts(jnp.ones((5, 3))), spec.accepts(jnp.ones((5, 4)))
@@ -57,10 +58,6 @@ class TensorSpec:
         return fits and jnp.dtype(x.dtype) == jnp.dtype(self.dtype)
 
 
-class StagedValueError(ContextError, TypeError):
-    """Python code asked for the value of something that a compiled function only computes later."""
-
-
 class Function:
     """What `px.function` returns; see there."""
 
@@ -75,6 +72,7 @@ class Function:
         self.input_signature = None if input_signature is None else tuple(input_signature)
         self._programs: dict[Any, _Program | str] = {}
         self._bound: dict[int, tuple[Any, Function]] = {}
+        self._on_replicas: dict[int, tuple[Any, Function]] = {}
         self._trace_count = 0
         self._made_variables = False
 
@@ -89,6 +87,20 @@ class Function:
             program, arrays = found
             return program.run(arrays)
         return self.python_function(*args, **kwargs)
+
+    def run_on_replicas(
+        self, strategy: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
+        """`strategy.run` of a compiled function: the run is what gets compiled."""
+        known = self._on_replicas.get(id(strategy))
+        if known is None or known[0] is not strategy:
+
+            def run(args: Any, kwargs: Any) -> Any:
+                return strategy.run(self.python_function, args=args, kwargs=kwargs)
+
+            run.__name__ = self.__name__
+            known = self._on_replicas[id(strategy)] = (strategy, Function(run))
+        return known[1](tuple(args), dict(kwargs or {}))
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, list[Any]] | str:
         """The program for these arguments, or why there can be none."""
@@ -105,31 +117,31 @@ class Function:
         return program if isinstance(program, str) else (program, call.arrays)
 
     def _trace(self, call: _Call) -> _Program | str:
-        before = len(self._programs) == 0 and not self._made_variables
-        program, made = _Program.trace(self.python_function, call)
-        self._trace_count += 1
-        if made:
-            if not before:
-                raise InvalidValueError(
-                    "A function that px.function compiles may make variables when it is first called, "
-                    "but not again. Keep the variable, as in `if self.w is None: self.w = "
-                    f"px.Variable(…)`. Received: new variables {[v.name for v in made]}"
-                )
+        program = self._trace_once(call)
+        if isinstance(program, list):
+            if self._programs or self._made_variables:
+                raise self._makes_variables("again, after its first call", program)
             self._made_variables = True
-            program, again = _Program.trace(self.python_function, call)  # now they are inputs
-            self._trace_count += 1
-            if again:
-                raise InvalidValueError(
-                    "A function that px.function compiles makes new variables on every call. Make "
-                    "them once and keep them, as in `if self.w is None: self.w = px.Variable(…)`. "
-                    f"Received: new variables {[v.name for v in again]}"
-                )
+            program = self._trace_once(call)
+            if isinstance(program, list):
+                raise self._makes_variables("on every call", program)
         marks = differing_marks(program.jaxpr)
         if marks:
             why = f"replicas may write different values: {', '.join(marks)}"
             self._say_eager(why, "Give the variable an aggregation, or all_reduce the value first")
             return why
         return program
+
+    def _trace_once(self, call: _Call) -> _Program | list[Variable]:
+        self._trace_count += 1
+        return _Program.trace(self.python_function, call)
+
+    def _makes_variables(self, when: str, made: list[Variable]) -> InvalidValueError:
+        return InvalidValueError(
+            f"{self.__name__} makes variables {when}. A compiled function may do so once: keep the "
+            "variable, as in `if self.w is None: self.w = px.Variable(…)`. "
+            f"Received: new variables {[v.name for v in made]}"
+        )
 
     def _say_eager(self, why: str, remedy: str) -> None:
         _say_once(
@@ -171,7 +183,8 @@ class Function:
     @property
     def trace_count(self) -> int:
         """How often the Python function has been traced."""
-        return self._trace_count
+        others = (*self._bound.values(), *self._on_replicas.values())
+        return self._trace_count + sum(f.trace_count for _, f in others)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The lowered program for these arguments, as `jax.stages.Lowered`; runs nothing."""
@@ -203,7 +216,7 @@ def function(
             may be captured or passed.
         input_signature: a nest of `TensorSpec` that arguments must fit.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, phalanx as px
         >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
         >>> with strategy.scope():
@@ -299,7 +312,6 @@ class _Program:
         variables: list[Variable],
         used: lifting.Lifting,
         result: _Result,
-        argument_count: int,
     ) -> None:
         self.jaxpr = closed.jaxpr
         self._result = result
@@ -324,8 +336,11 @@ class _Program:
         self._device = used.device
 
     @staticmethod
-    def trace(fn: Callable[..., Any], call: _Call) -> tuple[_Program, list[Variable]]:
-        """Trace a function; also gives the variables that it made."""
+    def trace(fn: Callable[..., Any], call: _Call) -> _Program | list[Variable]:
+        """Trace a function; gives the variables that it made, if it made any.
+
+        They cannot be inputs of the program that makes them, so it must be traced again.
+        """
         variables = live_variables()
         box: dict[str, Any] = {}
 
@@ -339,20 +354,18 @@ class _Program:
             return result.arrays, [_as_array(value) for value in used.written.values()]
 
         shapes = [_shape_of(v) for v in variables]
-        arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jnp.asarray, call.arrays)]
+        arguments = [compat.shape_of(x) for x in call.arrays]
         try:
             closed, _ = compat.jaxpr_and_result(staged, shapes, arguments)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
             raise StagedValueError(
                 "Python code asked for a value that the compiled function only computes later, at "
                 f"{describe_traceback(error.__traceback__)}. The replica id and all arrays are such "
-                "values. Write the branch with jnp.where or jax.lax.cond, or run the step eagerly: call "
-                "strategy.run outside of px.function."
+                "values. Write the branch with jnp.where or jax.lax.cond, or run the step eagerly: "
+                "call strategy.run outside of px.function."
             ) from error
-        known = set(map(id, variables))
-        made = [v for v in live_variables() if id(v) not in known]
-        program = _Program(closed, variables, box["used"], box["result"], len(arguments))
-        return program, made
+        used: lifting.Lifting = box["used"]
+        return used.made or _Program(closed, variables, used, box["result"])
 
     def run(self, arrays: list[Any]) -> Any:
         """Read the variables, run the program, write them back."""

@@ -20,7 +20,8 @@ from phalanx.core.devices import (
 from phalanx.core.distributed_variables import AggregatingVariable
 from phalanx.core.strategy import Strategy
 from phalanx.core.synchronization import check_dtype
-from phalanx.core.variables import ResourceVariable, Variable, VariableSpec
+from phalanx.core.variable_spec import VariableSpec
+from phalanx.core.variables import ResourceVariable, Variable
 from phalanx.strategies.replicated import ReplicatedExtended
 
 
@@ -35,7 +36,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: where variables live; None for the only compute device if there is one,
             else the host.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> strategy = px.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
         >>> with strategy.scope():

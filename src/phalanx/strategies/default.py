@@ -13,7 +13,8 @@ from phalanx.core.errors import ContextError
 from phalanx.core.extended import StrategyExtended
 from phalanx.core.replica_context import ReplicaContext
 from phalanx.core.strategy import Strategy
-from phalanx.core.variables import ResourceVariable, Variable, VariableSpec
+from phalanx.core.variable_spec import VariableSpec
+from phalanx.core.variables import ResourceVariable, Variable
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -17,7 +17,8 @@ from phalanx.core.synchronization import (
     check_dtype,
     effective_synchronization,
 )
-from phalanx.core.variables import Variable, VariableSpec
+from phalanx.core.variable_spec import VariableSpec
+from phalanx.core.variables import Variable
 from phalanx.strategies.replicated import ReplicatedExtended
 
 _log = logging.getLogger("phalanx")
@@ -34,7 +35,7 @@ class MirroredStrategy(Strategy):
             all CPU devices where there is no accelerator.
         cross_device_ops: the algorithm for reductions; the default uses XLA's all-reduce.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
         >>> strategy.num_replicas_in_sync

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from phalanx.core.devices import DeviceLike, resolve_device
 from phalanx.core.strategy import Strategy
-from phalanx.core.variables import ResourceVariable, Variable, VariableSpec
+from phalanx.core.variable_spec import VariableSpec
+from phalanx.core.variables import ResourceVariable, Variable
 from phalanx.strategies.replicated import ReplicatedExtended
 
 
@@ -17,7 +18,7 @@ class OneDeviceStrategy(Strategy):
     Args:
         device: a device string or `jax.Device`.
 
-    Example:
+    Examples:
         >>> import phalanx as px
         >>> strategy = px.OneDeviceStrategy(device="/cpu:0")
         >>> with strategy.scope():

@@ -14,7 +14,7 @@ from phalanx.core import compat, lifting
 from phalanx.core.errors import InvalidTypeError
 from phalanx.core.extended import StrategyExtended
 from phalanx.core.values import place
-from phalanx.execution.compiled import SpmdLifting, run_compiled, run_inlined
+from phalanx.execution.compiled import in_compiled_run, run_compiled, run_inlined
 from phalanx.execution.eager import run_replicas
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ReplicatedExtended(StrategyExtended):
         if len(self._devices) == 1:
             if program is not None:
                 program.device = self._devices[0]
-        elif isinstance(program, SpmdLifting) and program.strategy is self._strategy:
+        elif in_compiled_run(self._strategy):
             return run_inlined(self._strategy, len(self._devices), fn, tuple(args), kwargs)
         elif compat.is_staging():
             return run_compiled(self._strategy, self._devices, fn, tuple(args), kwargs)

@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.core.devices import local_devices
-from phalanx.core.errors import InvalidValueError, UnsupportedError
+from phalanx.core.errors import NoTPUError, UnsupportedError
 from phalanx.core.strategy import Strategy
 from phalanx.strategies.mirrored import MirroredExtended
-
-
-class NoTPUError(InvalidValueError, IndexError):
-    """There is no TPU in this process."""
 
 
 class TPUStrategy(Strategy):
@@ -23,7 +19,7 @@ class TPUStrategy(Strategy):
     Args:
         tpu_cluster_resolver: kept for ported code and available as `cluster_resolver`.
         experimental_device_assignment: must be None: each core runs one replica.
-        experimental_spmd_xla_partitioning: must be False; use the auto-parallel strategies to
+        experimental_spmd_xla_partitioning: must be False; use `jax.sharding` inside the step to
             split one replica over several cores.
     """
 

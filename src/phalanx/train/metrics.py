@@ -1,0 +1,130 @@
+"""Metrics: running totals that replicas add to, read as one number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from phalanx.core.errors import InvalidValueError
+from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
+from phalanx.core.variables import Variable
+
+
+def _total(name: str) -> Variable:
+    return Variable(
+        jnp.float32(0.0),
+        trainable=False,
+        name=name,
+        synchronization=VariableSynchronization.ON_READ,
+        aggregation=VariableAggregation.SUM,
+    )
+
+
+class Sum:
+    """The sum of all values that any replica has seen. Make it inside the strategy's scope.
+
+    Examples:
+        >>> import phalanx as px
+        >>> total = px.train.Sum()
+        >>> total.update_state([1.0, 2.0])
+        >>> float(total.result())
+        3.0
+    """
+
+    def __init__(self, name: str = "sum") -> None:
+        self.name = name
+        self._sum = _total(f"{name}/total")
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The metric's state."""
+        return [self._sum]
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add values, each times its weight."""
+        weighted, _ = _weighted(values, sample_weight)
+        self._sum.assign_add(weighted)
+
+    def result(self) -> jax.Array:
+        """The sum so far; outside of replicas over all of them."""
+        return self._sum.value()
+
+    def reset_state(self) -> None:
+        """Start again."""
+        for variable in self.variables:
+            variable.assign(0.0)
+
+
+class Mean(Sum):
+    """The weighted mean of all values that any replica has seen; 0 if there is none.
+
+    Every example counts the same, however batches were split. Make it inside the strategy's scope.
+
+    Examples:
+        >>> import jax.numpy as jnp, phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> with strategy.scope():
+        ...     loss = px.train.Mean()
+        >>> def step():
+        ...     loss.update_state(px.get_replica_context().replica_id_in_sync_group + 1.0)
+        >>> strategy.run(step)
+        >>> float(loss.result())
+        1.5
+    """
+
+    def __init__(self, name: str = "mean") -> None:
+        super().__init__(name)
+        self._count = _total(f"{name}/count")
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The metric's state."""
+        return [self._sum, self._count]
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Add values, each with its weight (1 by default)."""
+        weighted, count = _weighted(values, sample_weight)
+        self._sum.assign_add(weighted)
+        self._count.assign_add(count)
+
+    def result(self) -> jax.Array:
+        """The mean so far; outside of replicas over all of them."""
+        total, count = self._sum.value(), self._count.value()
+        return jnp.where(count == 0, 0.0, total / jnp.where(count == 0, 1.0, count))
+
+
+class Accuracy(Mean):
+    """How often predictions were right.
+
+    Examples:
+        >>> import phalanx as px
+        >>> accuracy = px.train.Accuracy()
+        >>> accuracy.update_state([0, 1, 2], [0, 1, 1])
+        >>> round(float(accuracy.result()), 3)
+        0.667
+    """
+
+    def __init__(self, name: str = "accuracy") -> None:
+        super().__init__(name)
+
+    def update_state(self, labels: Any, predictions: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
+        """Compare labels with predicted labels, or with scores whose last dimension is the class."""
+        wanted, given = jnp.asarray(labels), jnp.asarray(predictions)
+        if given.ndim == wanted.ndim + 1:
+            given = jnp.argmax(given, axis=-1)
+        if given.shape != wanted.shape:
+            raise InvalidValueError(
+                "Predictions must have the shape of the labels, or one dimension more for scores. "
+                f"Received: labels {wanted.shape} and predictions {given.shape}"
+            )
+        super().update_state((given == wanted).astype(jnp.float32), sample_weight)
+
+
+def _weighted(values: Any, sample_weight: Any) -> tuple[jax.Array, jax.Array]:
+    array = jnp.asarray(values, jnp.float32)
+    if sample_weight is None:
+        return jnp.sum(array), jnp.float32(array.size)
+    weights = jnp.broadcast_to(jnp.asarray(sample_weight, jnp.float32), array.shape)
+    return jnp.sum(array * weights), jnp.sum(weights)

@@ -1,0 +1,231 @@
+"""`Optimizer`: an optax transformation under a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from phalanx.core import context as ctx
+from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.reduction import ReduceOp
+from phalanx.core.replica_context import MergePoint
+from phalanx.core.strategy import Strategy
+from phalanx.core.synchronization import VariableAggregation
+from phalanx.core.values import Mirrored
+from phalanx.core.variables import Variable
+from phalanx.execution.gradients import value_and_grad
+
+_AGGREGATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN, None: None}
+
+
+class Optimizer:
+    """Applies gradients to variables with an optax transformation.
+
+    Gradients of all replicas are combined once, then one update is made, the same on every copy. The
+    transformation sees all gradients together, so global-norm clipping and schedules work as in plain
+    optax.
+
+    Args:
+        transform: an `optax.GradientTransformation`.
+        aggregate: "sum" (divide losses by the global batch size), "mean" (divide by the local
+            one), or None if gradients are already the same on all replicas.
+
+    Examples:
+        >>> import jax.numpy as jnp, optax, phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> with strategy.scope():
+        ...     w = px.Variable(10.0)
+        ...     optimizer = px.train.Optimizer(optax.sgd(1.0))
+        >>> def step():
+        ...     gradient = px.get_replica_context().replica_id_in_sync_group + 1.0
+        ...     optimizer.apply_gradients([(gradient, w)])
+        >>> strategy.run(step)
+        >>> float(w), int(optimizer.iterations)
+        (7.0, 1)
+    """
+
+    def __init__(self, transform: optax.GradientTransformation, aggregate: str | None = "sum") -> None:
+        if not hasattr(transform, "init") or not hasattr(transform, "update"):
+            raise InvalidTypeError(
+                "Optimizer needs an optax.GradientTransformation, such as optax.adam(1e-3). "
+                f"Received: {transform!r}"
+            )
+        if aggregate not in _AGGREGATIONS:
+            raise InvalidValueError(f"aggregate must be 'sum', 'mean' or None. Received: {aggregate!r}")
+        self.transform = transform
+        self._op = _AGGREGATIONS[aggregate]
+        self._variables: list[Variable] = []
+        self._state: Any = None
+        self._iterations: Variable | None = None
+        self._update = jax.jit(self._update_values)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def iterations(self) -> Variable:
+        """How many updates have been made, as an integer variable."""
+        if self._iterations is None:
+            raise ContextError(
+                "The optimizer has no state yet. It is made by the first apply_gradients, or by "
+                "optimizer.build(variables)."
+            )
+        return self._iterations
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The optimizer's own variables: the number of updates, then the transformation's state."""
+        return [self.iterations, *(v for v in jax.tree.leaves(self._state) if isinstance(v, Variable))]
+
+    def build(self, variables: Sequence[Variable]) -> None:
+        """Make the state for a list of variables, under the strategy that made them."""
+        listed = _checked_variables(variables)
+        if self._iterations is not None:
+            return
+        strategy = listed[0].distribute_strategy or ctx.default_mode().strategy
+        mode = ctx.default_mode() if strategy is ctx.default_mode().strategy else ctx.Mode(strategy)
+        with ctx.push(mode), jax.ensure_compile_time_eval():
+            values = [jnp.asarray(v._spec.value) for v in listed]
+            state = self.transform.init(values)
+            self._state = jax.tree.map(_slot, state)
+            self._iterations = Variable(
+                jnp.int32(0),
+                trainable=False,
+                name="iterations",
+                aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+            )
+        self._variables = listed
+
+    # -- the usual way: variables --------------------------------------------------------------------
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
+        """Combine gradients over replicas and update variables once.
+
+        Call it in replica context, on every replica. Pairs whose gradient is None are skipped.
+
+        Args:
+            grads_and_vars: pairs of a gradient and its variable, as from ``zip``. Gradients may be
+                `px.IndexedSlices`.
+        """
+        pairs = [(g, v) for g, v in grads_and_vars if g is not None]
+        if not pairs:
+            raise InvalidValueError("There is no gradient: all of them are None. Received: no pairs")
+        variables = _checked_variables([v for _, v in pairs])
+        context = ctx.get_replica_context()
+        if context is None:
+            raise ContextError(
+                "apply_gradients combines the gradients of replicas; call it in the function that is "
+                "given to Strategy.run, not in the strategy's scope."
+            )
+        strategy = context.strategy
+        for v in variables:
+            strategy.extended._require_own(v, "apply_gradients")
+        if self._iterations is None:
+            context.meet(
+                MergePoint("creation of optimizer state", lambda _: self.build(variables), (), {})
+            )
+        self._check_known(variables)
+
+        def apply(strategy: Strategy, *gradients: Any) -> None:
+            self._apply(strategy, variables, gradients)
+
+        names = ", ".join(v.name for v in variables[:3])
+        gradients = tuple(g for g, _ in pairs)
+        context.meet(
+            MergePoint(f"apply_gradients of {len(pairs)} variables ({names})", apply, gradients, {})
+        )
+
+    def minimize(self, loss: Callable[[], Any], variables: Sequence[Variable]) -> Any:
+        """Differentiate `loss` with respect to variables and apply the gradients; returns the loss."""
+        value, gradients = value_and_grad(loss, list(variables))()
+        self.apply_gradients(zip(gradients, variables, strict=True))
+        return value
+
+    def _apply(self, strategy: Strategy, variables: list[Variable], gradients: Sequence[Any]) -> None:
+        """The update, in cross-replica context."""
+        if self._op is not None:
+            pairs = list(zip(gradients, variables, strict=True))
+            gradients = strategy.extended.batch_reduce_to(self._op, pairs)
+        by_variable = dict(zip(map(id, variables), gradients, strict=True))
+        lead = variables[0]
+
+        def on_copy(_: Variable, *mine: Any) -> None:
+            given = dict(zip(by_variable, mine, strict=True))
+            self._update_copy(given)
+
+        strategy.extended.update(lead, on_copy, args=tuple(by_variable.values()))
+        self.iterations.assign_add(1)
+
+    def _update_copy(self, given: dict[int, Any]) -> None:
+        """Update the copies of one device."""
+        params = [v.value() for v in self._variables]
+        grads = [
+            _dense(given[id(v)], p) if id(v) in given else jnp.zeros_like(p)
+            for v, p in zip(self._variables, params, strict=True)
+        ]
+        state = jax.tree.map(lambda v: v.value() if isinstance(v, Variable) else v, self._state)
+        new_params, new_state = self._update(grads, state, params)
+        for v, p in zip(self._variables, new_params, strict=True):
+            if id(v) in given:
+                v.assign(p)
+        slots, values = jax.tree.leaves(self._state), jax.tree.leaves(new_state)
+        for slot, value in zip(slots, values, strict=True):
+            slot.assign(value)
+
+    def _update_values(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, new_state = self.transform.update(grads, state, params)
+        return optax.apply_updates(params, updates), new_state
+
+    def _check_known(self, variables: list[Variable]) -> None:
+        known = {id(v) for v in self._variables}
+        strangers = [v.name for v in variables if id(v) not in known]
+        if strangers:
+            raise InvalidValueError(
+                "The optimizer's state was made for other variables. Call "
+                "optimizer.build(all_variables) before the first step, or make another optimizer. "
+                f"Received: {strangers}"
+            )
+
+    # -- the pure way: pytrees -------------------------------------------------------------------------
+
+    def init(self, params: Any) -> Any:
+        """The transformation's state for a pytree of parameters."""
+        return self.transform.init(params)
+
+    def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Combine gradients over replicas and transform them; as optax, and without variables.
+
+        In replica context gradients are combined first; elsewhere they are taken as they are.
+
+        Returns:
+            The updates, for `optax.apply_updates`, and the new state.
+        """
+        context = ctx.active_replica()
+        if context is not None and self._op is not None:
+            grads = context.all_reduce(self._op, grads)
+        return self.transform.update(grads, state, params)
+
+
+def _slot(x: Any) -> Variable:
+    return Variable(x, trainable=False, name="slot")
+
+
+def _dense(gradient: Any, like: jax.Array) -> jax.Array:
+    if isinstance(gradient, Mirrored):
+        gradient = gradient.component(0)
+    if isinstance(gradient, IndexedSlices):
+        return jnp.zeros_like(like).at[gradient.indices].add(gradient.values)
+    return jnp.asarray(gradient)
+
+
+def _checked_variables(variables: Sequence[Any]) -> list[Variable]:
+    listed = list(variables)
+    if not listed or not all(isinstance(v, Variable) for v in listed):
+        raise InvalidTypeError(f"A list of px.Variable is needed. Received: {variables!r}")
+    if len({id(v) for v in listed}) != len(listed):
+        raise InvalidValueError(f"A variable occurs twice. Received: {[v.name for v in listed]}")
+    return listed

@@ -1,0 +1,438 @@
+"""`px.function`: when it traces, what it lifts, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import phalanx as px
+from phalanx import VariableAggregation as A
+from phalanx import VariableSynchronization as S
+from phalanx.execution import function as function_module
+
+
+def two() -> px.MirroredStrategy:
+    return px.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def ctx() -> px.ReplicaContext:
+    context = px.get_replica_context()
+    assert context is not None
+    return context
+
+
+def per_replica(strategy: px.Strategy, make: Any) -> Any:
+    return strategy.experimental_distribute_values_from_function(
+        lambda c: jnp.asarray(make(c.replica_id_in_sync_group))
+    )
+
+
+def test_state_is_read_and_written_by_every_call() -> None:
+    v = px.Variable(1.0)
+
+    @px.function
+    def double() -> Any:
+        v.assign(v * 2)
+        return v + 0.0
+
+    assert [float(double()) for _ in range(3)] == [2.0, 4.0, 8.0]
+    v.assign(100.0)
+    assert float(double()) == 200.0
+    assert double.trace_count == 1
+
+
+def test_writes_are_seen_in_python_order() -> None:
+    a, b = px.Variable(1.0), px.Variable(10.0)
+
+    @px.function
+    def f() -> Any:
+        a.assign(b)
+        b.assign_add(a)
+        first = a + b
+        a.assign(0.0)
+        return first, a + b
+
+    first, second = f()
+    assert (float(first), float(second)) == (30.0, 20.0)
+    assert (float(a), float(b)) == (0.0, 20.0)
+
+
+def test_when_it_traces_again() -> None:
+    traced = []
+
+    @px.function
+    def f(x: Any, scale: float = 1.0, *, flag: bool = False) -> Any:
+        traced.append(1)
+        return x * scale if not flag else -x
+
+    f(jnp.ones(3))
+    f(np.ones(3, np.float32))
+    assert len(traced) == 1
+    f(jnp.ones(4))
+    f(jnp.ones(3, jnp.int32))
+    f(jnp.ones(3), 2.0)
+    f(jnp.ones(3), scale=3.0)
+    f(jnp.ones(3), flag=True)
+    assert len(traced) == f.trace_count == 6
+    f(jnp.zeros(4))
+    f(jnp.ones(3), 2.0)
+    assert f.trace_count == 6
+    with two().scope():
+        f(jnp.ones(3))
+    assert f.trace_count == 7
+    with jax.enable_x64(True):
+        f(jnp.ones(3))
+    assert f.trace_count == 8
+
+
+def test_python_values_are_constants_and_results_keep_their_structure() -> None:
+    v = px.Variable(1.0)
+
+    @px.function
+    def f(x: Any, name: str) -> Any:
+        return {"n": name, "x": (x + 1, None, 3), "v": v}
+
+    result = f(jnp.float32(1.0), "hello")
+    assert result["n"] == "hello"
+    assert float(result["x"][0]) == 2.0
+    assert result["x"][1:] == (None, 3)
+    assert result["v"] is v
+
+
+def test_arrays_that_were_handed_out_stay_valid() -> None:
+    s = two()
+    with s.scope():
+        v = px.Variable(jnp.zeros(1000))
+    plain = px.Variable(jnp.zeros(1000))
+    source = jnp.ones(1000)
+    captured = px.Variable(source)
+
+    @px.function
+    def step() -> None:
+        for x in (v, plain, captured):
+            x.assign_add(jnp.ones(1000))
+
+    kept: list[tuple[Any, float]] = [(source, 1.0)]
+    for i in range(4):
+        kept += [(v.read_value(), float(i)), (plain.value(), float(i)), (v.values[1].value(), float(i))]
+        step()
+        step_result = v.assign_add(jnp.zeros(1000))
+        kept.append((step_result, i + 1.0))
+    for x, expected in kept:
+        np.testing.assert_array_equal(np.asarray(x), expected)
+
+
+def test_errors_while_tracing_change_nothing() -> None:
+    s = two()
+    with s.scope():
+        v = px.Variable(1.0, aggregation=A.SUM)
+
+    @px.function
+    def f(fail: bool) -> None:
+        def step() -> None:
+            v.assign_add(jnp.float32(1.0))
+            if fail:
+                raise KeyError("boom")
+
+        s.run(step)
+
+    with pytest.raises(KeyError, match="boom"):
+        f(True)
+    assert [float(c) for c in v.values] == [1.0, 1.0]
+    assert not px.has_strategy()
+    f(False)
+    assert float(v) == 3.0
+
+
+def test_branching_on_traced_values_names_the_line_and_two_ways_out() -> None:
+    s = two()
+
+    @px.function
+    def f() -> Any:
+        def step() -> int:
+            if ctx().replica_id_in_sync_group == 0:  # not known yet
+                return 1
+            return 2
+
+        return s.run(step)
+
+    with pytest.raises(px.errors.StagedValueError, match=r"jnp\.where or jax\.lax\.cond") as caught:
+        f()
+    assert "test_function.py" in str(caught.value)
+    assert "in step" in str(caught.value)
+    assert "eagerly" in str(caught.value)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_methods_have_programs_and_variables_of_their_own() -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.n: px.Variable | None = None
+
+        @px.function
+        def bump(self, by: Any) -> Any:
+            if self.n is None:
+                self.n = px.Variable(lambda: jnp.zeros(()))
+            return self.n.assign_add(by) + 0.0
+
+    a, b = Counter(), Counter()
+    assert [float(a.bump(jnp.float32(2.0))) for _ in range(3)] == [2.0, 4.0, 6.0]
+    assert float(b.bump(jnp.float32(5.0))) == 5.0
+    assert float(a.n) == 6.0  # type: ignore[arg-type]
+
+
+def test_variables_are_made_once_or_not_at_all() -> None:
+    with pytest.raises(ValueError, match="every call"):
+        px.function(lambda: px.Variable(1.0) + 0.0)()
+    kept: list[px.Variable] = []
+
+    @px.function
+    def later(make: bool) -> Any:
+        if make:
+            kept.append(px.Variable(1.0))
+        return jnp.ones(())
+
+    later(False)
+    with pytest.raises(ValueError, match="first call"):
+        later(True)
+    with pytest.raises(ValueError, match="lambda"):
+        px.function(lambda: px.Variable(jnp.zeros(3)) + 0.0)()
+
+
+def test_nested_functions_become_part_of_the_program() -> None:
+    v = px.Variable(0.0)
+
+    @px.function
+    def inner(x: Any) -> Any:
+        return v.assign_add(x) + 0.0
+
+    @px.function
+    def outer(x: Any) -> Any:
+        return inner(x) + inner(x)
+
+    assert float(outer(jnp.float32(1.0))) == 3.0
+    assert float(v) == 2.0
+    assert inner.trace_count == 0
+
+
+def test_a_compiled_step_given_to_run() -> None:
+    s = two()
+    with s.scope():
+        v = px.Variable(0.0, aggregation=A.SUM)
+
+    @px.function
+    def step(x: Any) -> Any:
+        v.assign_add(x)
+        return ctx().all_reduce("sum", x)
+
+    x = per_replica(s, lambda i: i + 1.0)
+    for _ in range(3):
+        result = s.run(step, args=(x,))
+    assert [float(r) for r in result.values] == [3.0, 3.0]
+    assert float(v) == 9.0
+    assert step.trace_count == 1
+
+
+def test_collectives_inside_control_flow() -> None:
+    s = two()
+
+    @px.function
+    def f(x: Any) -> Any:
+        def step(x: jax.Array) -> Any:
+            chosen = jax.lax.cond(
+                jnp.sum(ctx().all_reduce("sum", x)) > 0,
+                lambda y: ctx().all_reduce("sum", y),
+                lambda y: y,
+                x,
+            )
+            looped = jax.lax.scan(lambda c, _: (ctx().all_reduce("mean", c) + 1, None), x, length=3)
+            jitted = jax.jit(lambda y: ctx().all_gather(y, axis=0))(x)
+            return chosen, looped[0], jitted
+
+        return s.run(step, args=(x,))
+
+    chosen, looped, jitted = f(per_replica(s, lambda i: [i + 1.0]))
+    assert [c.tolist() for c in chosen.values] == [[3.0], [3.0]]
+    assert [c.tolist() for c in looped.values] == [[4.5], [4.5]]
+    assert [c.tolist() for c in jitted.values] == [[1.0, 2.0]] * 2
+
+
+def test_variables_cannot_be_written_inside_control_flow() -> None:
+    v = px.Variable(0.0)
+
+    @px.function
+    def f() -> Any:
+        return jax.lax.scan(lambda c, _: (v.assign_add(c) + 0.0, None), jnp.float32(1.0), length=2)
+
+    with pytest.raises(RuntimeError, match="assign it outside"):
+        f()
+    assert float(v) == 0.0
+
+
+def test_plain_jit_takes_pure_steps_of_distributed_pytrees() -> None:
+    s = two()
+    x = per_replica(s, lambda i: [1.0 + i, 2.0])
+    with s.scope():
+        w = px.Variable([1.0, 1.0])
+        state = {"w": w.assign([2.0, 3.0])}
+
+    @jax.jit
+    def step(state: Any, x: Any) -> Any:
+        def replica(state: Any, x: Any) -> Any:
+            g = ctx().all_reduce("sum", x)
+            return {"w": state["w"] - 0.1 * g}, jnp.sum(x)
+
+        return s.run(replica, args=(state, x))
+
+    new, loss = step(state, x)
+    assert [round(float(v), 5) for v in new["w"].values[0]] == [1.7, 2.6]
+    assert float(s.reduce("sum", loss, axis=None)) == 7.0
+    with pytest.raises(RuntimeError, match=r"px\.function"):
+        jax.jit(lambda: s.run(lambda: w + 1.0))()
+    with pytest.raises(RuntimeError, match=r"px\.function"):
+        jax.jit(lambda y: s.run(w.assign_add, args=(y,)))(jnp.ones(2))
+
+
+def test_uneven_batches_run_eagerly_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    function_module._say_once.cache_clear()
+    s = two()
+    with s.scope():
+        seen = px.Variable(0.0, synchronization=S.ON_READ, aggregation=A.SUM)
+
+    @px.function
+    def total(x: Any) -> Any:
+        per = s.run(lambda x: seen.assign_add(jnp.float32(x.shape[0])) * 0 + jnp.sum(x), args=(x,))
+        return s.reduce("sum", per, axis=None)
+
+    with caplog.at_level(logging.WARNING, logger="phalanx"):
+        for sizes in ([2, 2], [3, 1], [4, 0], [0, 2]):
+            whole = np.arange(float(sum(sizes)), dtype=np.float32)
+            parts = np.split(whole, [sizes[0]])
+            assert float(total(per_replica(s, lambda i, p=parts: p[i]))) == whole.sum()
+    assert float(seen) == 14.0
+    assert sum("runs eagerly" in m for m in caplog.messages) == 1
+    assert "drop_remainder" in caplog.text
+
+
+def test_unproven_writes_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    function_module._say_once.cache_clear()
+    s = two()
+    with s.scope():
+        v = px.Variable(0.0)
+
+    @px.function
+    def agree(x: Any) -> None:
+        s.run(lambda x: v.assign(jnp.max(x)), args=(x,))
+
+    with caplog.at_level(logging.WARNING, logger="phalanx"):
+        agree(per_replica(s, lambda i: [5.0, float(i)]))
+        assert float(v) == 5.0
+        with pytest.raises(px.errors.DivergenceError):
+            agree(per_replica(s, lambda i: [5.0 + i, 0.0]))
+    assert float(v) == 5.0
+    assert "Variable:0" in caplog.text
+
+
+def test_what_replicas_agree_on_is_proven(caplog: pytest.LogCaptureFixture) -> None:
+    s = two()
+    with s.scope():
+        v, w = px.Variable(jnp.zeros(3)), px.Variable(jnp.ones(3))
+        n = px.Variable(0)
+
+    @px.function
+    def step(x: Any, lr: Any) -> None:
+        def replica(x: jax.Array) -> None:
+            g = jax.grad(lambda p: jnp.sum(jax.nn.relu(p * x)) ** 2)(w.value())
+            g = ctx().all_reduce("mean", g)
+            clipped = jax.jit(lambda g: g / jnp.maximum(1.0, jnp.linalg.norm(g)))(g)
+            looped = jax.lax.fori_loop(0, 3, lambda i, c: c * 0.9, clipped)
+            v.assign(0.9 * v + looped)
+            w.assign_sub(lr * v)
+            n.assign_add(1)
+
+        s.run(replica, args=(x,))
+
+    with caplog.at_level(logging.WARNING, logger="phalanx"):
+        for i in range(2):
+            step(per_replica(s, lambda r, i=i: jnp.arange(3.0) + r + i), jnp.float32(0.1))
+    assert caplog.messages == []
+    assert int(n) == 2
+    assert step.trace_count == 1
+
+
+def test_looking_inside() -> None:
+    s = two()
+    with s.scope():
+        v = px.Variable(jnp.zeros(64), aggregation=A.SUM)
+
+    @px.function
+    def step(x: Any) -> None:
+        s.run(v.assign_add, args=(x,))
+
+    x = per_replica(s, lambda i: np.ones(64, np.float32))
+    lowered = step.lower(x)
+    assert lowered.as_text().count("stablehlo.all_reduce") == 1
+    assert step.cost(x)["flops"] > 0
+    assert float(v[0]) == 0.0  # nothing ran
+    assert step.__name__ == "step"
+
+
+def test_input_signatures() -> None:
+    @px.function(input_signature=[px.TensorSpec((None, 2), jnp.float32)])
+    def f(x: Any) -> Any:
+        return x.sum()
+
+    assert float(f(jnp.ones((3, 2)))) == 6.0
+    for bad in (jnp.ones((3, 3)), jnp.ones(2), jnp.ones((3, 2), jnp.int32), "text"):
+        with pytest.raises(TypeError, match="input_signature"):
+            f(bad)
+    with pytest.raises(TypeError):
+        f()
+    with pytest.raises(TypeError, match="callable"):
+        px.function(3)
+
+
+def test_one_device_programs_run_there() -> None:
+    s = px.OneDeviceStrategy("CPU:3")
+    with s.scope():
+        v = px.Variable(jnp.ones(2))
+
+    @px.function
+    def f(x: Any) -> Any:
+        return s.run(lambda x: v.assign_add(x) * 2, args=(x,))
+
+    assert next(iter(f(jnp.ones(2)).devices())).id == 3
+    assert next(iter(v.value().devices())).id == 3
+
+
+def test_random_keys() -> None:
+    for strategy in (two(), px.MirroredStrategy([f"CPU:{i}" for i in range(4)])):
+
+        def draw() -> Any:
+            return jax.random.normal(px.random.replica_key(7), (2,))
+
+        eager, compiled = strategy.run(draw), px.function(lambda s=strategy: s.run(draw))()
+        for a, b in zip(eager.values, compiled.values, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert len({float(x[0]) for x in eager.values}) == strategy.num_replicas_in_sync
+        np.testing.assert_allclose(eager.values[0], draw(), rtol=1e-6)
+    with two().scope(), pytest.raises(RuntimeError):
+        px.random.replica_key(0)
+    with pytest.raises(TypeError, match="seed"):
+        px.random.replica_key("seed")
+
+
+def test_variables_of_keys() -> None:
+    s = two()
+    with s.scope():
+        key = px.Variable(jax.random.key(0), aggregation=A.ONLY_FIRST_REPLICA)
+    assert "key" in repr(key)
+    value = per_replica(s, jax.random.key)
+    assert "key" in repr(value)
+    result = s.run(lambda: jax.random.normal(key.value()))
+    assert float(result.values[0]) == float(result.values[1])
