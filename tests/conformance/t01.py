@@ -1,8 +1,4 @@
-"""Translations of the examples in TensorFlow's documentation.
-
-The eager executor runs every step here: the `@tf.function` decorators of the recorded code are left
-out, because compiling a step must not change what it means.
-"""
+"""Translations of the examples in TensorFlow's documentation."""
 
 from __future__ import annotations
 
@@ -132,6 +128,7 @@ def s001_local_results() -> Any:
 def s003_run_returns_replica_id() -> Any:
     s = mirrored(2)
 
+    @px.function
     def f() -> Any:
         return px.get_replica_context().replica_id_in_sync_group
 

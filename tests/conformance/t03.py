@@ -1,8 +1,4 @@
-"""Translations of the cases about variables: synchronization x aggregation, scatter, reads.
-
-The eager executor runs every step here: where the record says that a step was compiled, the same step
-runs without compiling, because compiling must not change what it means.
-"""
+"""Translations of the cases about variables: synchronization x aggregation, scatter, reads."""
 
 from __future__ import annotations
 
@@ -63,11 +59,23 @@ def created(s: Any, a: Any) -> Any:
     }
 
 
-def written_by_replicas(method: str, s: Any, a: Any, steps: int = 1) -> Any:
+def written_by_replicas(method: str, s: Any, a: Any) -> Any:
     strategy = mirrored(2)
     v = var(strategy, 10.0, s, a)
-    for _ in range(steps):
+    strategy.run(lambda: getattr(v, method)(frid() + 1.0))
+    return comps(v)
+
+
+def written_by_compiled_steps(method: str, s: Any, a: Any) -> Any:
+    strategy = mirrored(2)
+    v = var(strategy, 10.0, s, a)
+
+    @px.function
+    def step() -> None:
         strategy.run(lambda: getattr(v, method)(frid() + 1.0))
+
+    for _ in range(2):
+        step()
     return comps(v)
 
 
@@ -135,7 +143,7 @@ for method in ("assign", "assign_add", "assign_sub"):
         functools.partial(written_by_replicas, method),
         functools.partial(refused_from_replicas, method),
     )
-    family(f"var_compiled_{method}", functools.partial(written_by_replicas, method, steps=2))
+    family(f"var_compiled_{method}", functools.partial(written_by_compiled_steps, method))
     family(f"var_cross_{method}", functools.partial(written_in_scope, method))
 family("var_replica_pyconst", python_constant_added)
 family("var_replica_sametensor", same_array_added)

@@ -1,9 +1,4 @@
-"""Communication: reduce, gather, collectives, merge_call, update, CrossDeviceOps and their options.
-
-Where TensorFlow's code compiles the step with ``tf.function``, the decorator is left out: a step that
-runs eagerly must mean the same. Functions that a replica compiles by itself use `jax.jit` or
-`jax.lax.cond`.
-"""
+"""Communication: reduce, gather, collectives, merge_call, update, CrossDeviceOps and their options."""
 
 from __future__ import annotations
 
@@ -175,6 +170,7 @@ def red_indexed_slices_mean():
 def red_in_compiled_function():
     s = mirrored(2)
 
+    @px.function
     def f(v):
         return s.reduce("MEAN", v, axis=0)
 
@@ -203,10 +199,14 @@ def run_tape_outside_compiled():
     s = mirrored(2)
     x = dist(s, V(1.0, 2.0))
 
-    def y(w):
-        return s.reduce("SUM", s.run(lambda x: w * x, args=(x,)), axis=None)
+    @px.function
+    def f(w, x):
+        def y(w):
+            return s.reduce("SUM", s.run(lambda x: w * x, args=(x,)), axis=None)
 
-    assert float(jax.grad(y)(5.0)) == 3.0  # the sum of x
+        return jax.grad(y)(w)
+
+    assert float(f(jnp.array(5.0), x)) == 3.0  # the sum of x
 
 
 # -- gather and all_gather -----------------------------------------------------------------------
@@ -259,7 +259,12 @@ def gat_empty_replica():
 def agat_uneven():
     s = mirrored(2)
     v = dist(s, V([0.0], [2.0, 3.0]))
-    return s.run(lambda x: rc().all_gather(x, axis=0), args=(v,))
+
+    @px.function
+    def f(x):
+        return rc().all_gather(x, axis=0)
+
+    return s.run(f, args=(v,))
 
 
 @case()
@@ -274,6 +279,7 @@ def agat_gradient():
     x = dist(s, V([1.0], [1.0]))
     w = dist(s, V([1.0, 2.0], [10.0, 20.0]))
 
+    @px.function
     def f(x, w):
         return jax.grad(lambda x: jnp.sum(w * rc().all_gather(x, axis=0)))(x)
 
@@ -337,21 +343,23 @@ def ar_options():
     return s.run(lambda: rc().all_reduce("SUM", [frid(), frid() + 1.0], options=o))
 
 
-@case()
+@differs()
 def ar_inside_cond_compiled():
     s = mirrored(2)
 
+    @px.function
     def f(x):
         return jax.lax.cond(x > 0.0, lambda x: rc().all_reduce("SUM", x), lambda x: x, x)
 
-    return s.run(f, args=(jnp.array(1.0),))
+    assert floats(s.run(f, args=(jnp.array(1.0),))) == [2.0, 2.0]
+    assert floats(s.run(f, args=(jnp.array(-1.0),))) == [-1.0, -1.0]
 
 
 @case()
 def ar_in_nested_compiled_function():
     s = mirrored(2)
 
-    @jax.jit
+    @px.function
     def g(x):
         return rc().all_reduce("SUM", x)
 
@@ -378,7 +386,12 @@ def ar_mixed_int_float_list():
 def ar_same_tensor_compiled():
     s = mirrored(2)
     c = jnp.array(1.0)
-    assert floats(s.run(lambda: rc().all_reduce("SUM", c))) == [2.0, 2.0]
+
+    @px.function
+    def f():
+        return rc().all_reduce("SUM", c)
+
+    assert floats(s.run(f)) == [2.0, 2.0]
 
 
 @differs()
@@ -489,7 +502,7 @@ def mc_structure_mismatch():
 def mc_in_nested_compiled():
     s = mirrored(2)
 
-    @jax.jit
+    @px.function
     def g():
         return rc().merge_call(lambda st: 1)
 

@@ -1,15 +1,13 @@
 """Structures, central storage, saved state, and training.
 
-Where TensorFlow's code compiles the step with ``tf.function``, the decorator is left out: a step that
-runs eagerly must mean the same. Checkpoints become `Variable.state` and `Variable.load_state`, datasets
-become batches made by hand, and Keras' optimizers and metrics become the small ones below, which do
-with optax and Phalanx what Keras does under a strategy.
+Checkpoints become `Variable.state` and `Variable.load_state`, datasets become batches made by hand, and
+Keras' optimizers and metrics become those of `px.train`.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,7 +77,12 @@ def rg_same_tensor_object():
 @case()
 def rg_compiled_python_int():
     s = mirrored(2)
-    return s.run(lambda: 3)
+
+    @px.function
+    def f():
+        return 3
+
+    return s.run(f)
 
 
 @case()
@@ -224,78 +227,6 @@ def ck_diverged_mirrored():
 # -- training ------------------------------------------------------------------------------------
 
 
-class Optimizer:
-    """What a Keras optimizer does under a strategy, with the arithmetic of optax.
-
-    Gradients are summed over replicas; then each variable is updated once, on the devices of its
-    copies. Slots, such as momenta, are variables that live with the variable they belong to.
-    """
-
-    def __init__(self, transform: optax.GradientTransformation) -> None:
-        self._transform = transform
-        self._slots: dict[Any, tuple[list[px.Variable], Any]] = {}
-        self.iterations = px.Variable(0, trainable=False, aggregation=A.ONLY_FIRST_REPLICA)
-
-    def apply_gradients(self, gradients_and_variables: Sequence[tuple[Any, px.Variable]]) -> None:
-        """Take one step; called on every replica with its own gradients."""
-        used = [(g, v) for g, v in gradients_and_variables if g is not None]
-        gradients = rc().all_reduce(px.ReduceOp.SUM, [g for g, _ in used])
-        rc().merge_call(self._update, args=(gradients, [v for _, v in used]))
-        self.iterations.assign_add(1)
-
-    def _update(self, strategy: px.Strategy, gradients: list[Any], variables: list[Any]) -> None:
-        for gradient, variable in zip(gradients, variables, strict=True):
-            slots, structure = self._slots_of(strategy, variable)
-
-            def step(copy: px.Variable, gradient: Any, slots=slots, structure=structure) -> None:
-                state = jax.tree.unflatten(structure, [slot.read_value() for slot in slots])
-                value = copy.read_value()
-                delta, state = self._transform.update(dense(gradient, copy), state, value)
-                copy.assign(optax.apply_updates(value, delta))
-                for slot, new in zip(slots, jax.tree.leaves(state), strict=True):
-                    slot.assign(new)
-
-            strategy.extended.update(variable, step, args=(gradient,))
-
-    def _slots_of(self, strategy: px.Strategy, variable: px.Variable) -> tuple[list[px.Variable], Any]:
-        key = variable.ref()
-        if key not in self._slots:
-            leaves, structure = jax.tree.flatten(self._transform.init(variable.read_value()))
-            with strategy.extended.colocate_vars_with(variable):
-                slots = [px.Variable(leaf, trainable=False) for leaf in leaves]
-            self._slots[key] = slots, structure
-        return self._slots[key]
-
-
-def dense(gradient: Any, variable: px.Variable) -> jax.Array:
-    """A gradient as an array of the variable's shape."""
-    if isinstance(gradient, px.IndexedSlices):
-        zeros = jnp.zeros(variable.shape, variable.dtype)
-        return zeros.at[gradient.indices].add(gradient.values)
-    return gradient
-
-
-class Mean:
-    """The Mean metric of Keras: a total and a count, both summed over replicas when read."""
-
-    def __init__(self) -> None:
-        self._total, self._count = (
-            px.Variable(0.0, synchronization=S.ON_READ, aggregation=A.SUM) for _ in range(2)
-        )
-
-    def update_state(self, values: jax.Array) -> None:
-        self._total.assign_add(jnp.sum(values))
-        self._count.assign_add(jnp.float32(values.size))
-
-    def result(self) -> jax.Array:
-        count = self._count.read_value()
-        return jnp.where(count == 0, 0.0, self._total.read_value() / jnp.maximum(count, 1.0))
-
-    def reset_state(self) -> None:
-        self._total.assign(0.0)
-        self._count.assign(0.0)
-
-
 SGD = optax.sgd(0.02)
 MOMENTUM = optax.sgd(0.02, momentum=0.9)
 ADAM = optax.adam(0.1, eps=1e-7)
@@ -308,18 +239,32 @@ STRATEGIES: dict[str, Callable[[], px.Strategy]] = {
 
 
 def train(
+    strategy: str, transform: optax.GradientTransformation, **kwargs: Any
+) -> dict[str, list[float]]:
+    """Fit y = w * x + b to y = 2 * x + 1, and give the losses and every copy of w and b.
+
+    The records do not say whether the steps were compiled, so both executors must agree.
+    """
+    eager, compiled = (fit(strategy, transform, compiled=c, **kwargs) for c in (False, True))
+    for name, numbers in eager.items():
+        np.testing.assert_allclose(compiled[name], numbers, rtol=2e-5, atol=1e-6)
+    return compiled
+
+
+def fit(
     strategy: str,
     transform: optax.GradientTransformation,
     *,
-    examples: Sequence[float] = (1.0, 2.0, 3.0, 4.0) * 3,
+    compiled: bool,
     batch: int = 4,
     local_mean: bool = False,
 ) -> dict[str, list[float]]:
-    """Fit y = w * x + b to y = 2 * x + 1, and give the losses and every copy of w and b."""
+    """Train with one executor."""
     s = STRATEGIES[strategy]()
+    examples = (1.0, 2.0, 3.0, 4.0) * 3
     with s.scope():
         w, b = px.Variable(0.0), px.Variable(0.0)
-        optimizer = Optimizer(transform)
+        optimizer = px.train.Optimizer(transform)
 
     def step(x: jax.Array) -> jax.Array:
         def loss(w: jax.Array, b: jax.Array) -> jax.Array:
@@ -330,12 +275,15 @@ def train(
         optimizer.apply_gradients(zip(gradients, (w, b), strict=True))
         return value
 
+    def total(x: Any) -> jax.Array:
+        return s.reduce("SUM", s.run(step, args=(x,)), axis=None)
+
+    train_step = px.function(total) if compiled else total
     losses = []
     for start in range(0, len(examples), batch):
         part = np.asarray(examples[start : start + batch], np.float32)
         parts = [jnp.asarray(p) for p in np.array_split(part, s.num_replicas_in_sync)]
-        per_replica = s.run(step, args=(dist(s, parts),))
-        losses.append(float(s.reduce("SUM", per_replica, axis=None)))
+        losses.append(float(train_step(dist(s, parts))))
     return {
         "w": [float(x) for x in comps(w)],
         "b": [float(x) for x in comps(b)],
@@ -383,19 +331,28 @@ def tr_apply_gradients_sum_semantics():
     s = mirrored(2)
     with s.scope():
         w = px.Variable(10.0)
-        o = Optimizer(optax.sgd(1.0))
+        o = px.train.Optimizer(optax.sgd(1.0))
 
-    s.run(lambda: o.apply_gradients([(frid() + 1.0, w)]))
+    @px.function
+    def f():
+        s.run(lambda: o.apply_gradients([(frid() + 1.0, w)]))
+
+    f()
     return comps(w)
 
 
 @case()
 def tr_optimizer_created_outside_scope():
     s = mirrored(2)
-    o = Optimizer(optax.sgd(1.0))
+    o = px.train.Optimizer(optax.sgd(1.0))
     with s.scope():
         w = px.Variable(10.0)
-    s.run(lambda: o.apply_gradients([(frid() + 1.0, w)]))
+
+    @px.function
+    def f():
+        s.run(lambda: o.apply_gradients([(frid() + 1.0, w)]))
+
+    f()
     return comps(w)
 
 
@@ -404,9 +361,14 @@ def tr_iterations_counter():
     s = mirrored(2)
     with s.scope():
         w = px.Variable(10.0)
-        o = Optimizer(optax.sgd(0.1))
-    for _ in range(3):
+        o = px.train.Optimizer(optax.sgd(0.1))
+
+    @px.function
+    def f():
         s.run(lambda: o.apply_gradients([(frid() + 1.0, w)]))
+
+    for _ in range(3):
+        f()
     return int(o.iterations.numpy())
 
 
@@ -414,7 +376,7 @@ def tr_iterations_counter():
 def tr_metric_mean():
     s = mirrored(2)
     with s.scope():
-        m = Mean()
+        m = px.train.Mean()
     s.run(lambda: m.update_state(frid() + 1.0))
     a = float(m.result())
     m.reset_state()
@@ -432,7 +394,11 @@ def tr_sync_batchnorm():
         mean = total / count
         return (x - mean) / jnp.sqrt(squares / count - mean**2)
 
-    return s.run(normalize, args=(x,))
+    @px.function
+    def f(x):
+        return s.run(normalize, args=(x,))
+
+    return f(x)
 
 
 @case()
@@ -441,8 +407,13 @@ def tr_grad_none():
     with s.scope():
         w = px.Variable(10.0)
         u = px.Variable(5.0)
-        o = Optimizer(optax.sgd(1.0))
-    s.run(lambda: o.apply_gradients([(frid() + 1.0, w), (None, u)]))
+        o = px.train.Optimizer(optax.sgd(1.0))
+
+    @px.function
+    def f():
+        s.run(lambda: o.apply_gradients([(frid() + 1.0, w), (None, u)]))
+
+    f()
     return [comps(w), comps(u)]
 
 
@@ -451,7 +422,7 @@ def tr_eager_run_training():
     s = mirrored(2)
     with s.scope():
         w = px.Variable(10.0)
-        o = Optimizer(optax.sgd(1.0))
+        o = px.train.Optimizer(optax.sgd(1.0))
     s.run(lambda: o.apply_gradients([(frid() + 1.0, w)]))
     return comps(w)
 
@@ -461,14 +432,18 @@ def tr_embedding_sparse_grads():
     s = mirrored(2)
     with s.scope():
         e = px.Variable([[0.0], [0.0], [0.0]])
-        o = Optimizer(optax.sgd(1.0))
+        o = px.train.Optimizer(optax.sgd(1.0))
     ids = dist(s, [jnp.array([0]), jnp.array([2, 2])])
 
-    def step(i):
+    def g(i):
         rows = jax.grad(jnp.sum)(e.read_value()[i])
         o.apply_gradients([(px.IndexedSlices(rows, i, e.shape), e)])
 
-    s.run(step, args=(ids,))
+    @px.function
+    def f(ids):
+        s.run(g, args=(ids,))
+
+    f(ids)
     return comps(e)
 
 

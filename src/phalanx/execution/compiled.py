@@ -60,7 +60,7 @@ def run_inlined(
 ) -> Any:
     """Run `fn` from a merge function of a compiled run: the program is on all replicas already."""
     mine = select_replica(0, (args, dict(kwargs)))
-    with _replica_context(strategy, count):
+    with _replica_context(strategy, count, []):
         result = fn(*mine[0], **mine[1])
     return wrap_arguments(result, count, always=False)
 
@@ -70,27 +70,35 @@ def in_compiled_run(strategy: Strategy) -> bool:
     return any(isinstance(x, SpmdLifting) and x.strategy is strategy for x in lifting.enclosing())
 
 
-def _replica_context(strategy: Strategy, count: int) -> ReplicaContext:
+def _replica_context(strategy: Strategy, count: int, shared: list[Any]) -> ReplicaContext:
     return ReplicaContext(
         strategy,
         lax.axis_index(REPLICA_AXIS),
-        rendezvous=CompiledRendezvous(count),
+        rendezvous=CompiledRendezvous(count, shared),
         index=0,
         compiled=True,
     )
 
 
 class CompiledRendezvous:
-    """Replicas of one program are always together, so they meet by inlining the merge function."""
+    """Replicas of one program are always together, so they meet by inlining the merge function.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: how many replicas there are.
+        shared: collects the plain arrays that merge functions returned. They are one object for all
+            replicas, so a run that returns one of them returns it plain.
+    """
+
+    def __init__(self, count: int, shared: list[Any]) -> None:
         self._count = count
+        self._shared = shared
 
     def meet(self, context: ReplicaContext, point: MergePoint) -> Any:
         """See `Rendezvous.meet`."""
         nest = wrap_arguments((point.args, dict(point.kwargs)), self._count, point.always_wrap)
         with ctx.push(ctx.Mode(context.strategy)):
             result = point.fn(context.strategy, *nest[0], **nest[1])
+        self._shared += [x for x in leaves(result) if isinstance(x, jax.Array)]
         return select_replica(0, result)
 
 
@@ -156,6 +164,7 @@ class _CompiledRun:
         # Found while tracing:
         self._result: Any = None
         self._plain: dict[int, Any] = {}
+        self._shared: list[int] = []
         self._scalars: list[bool] = []
         self._mirrored: list[Any] = []
         self._copied: list[Any] = []
@@ -184,10 +193,11 @@ class _CompiledRun:
             body,
             mesh=self._mesh,
             in_specs=(_SPLIT, _SPLIT),
-            out_specs=(_SPLIT, _WHOLE, _SPLIT),
+            out_specs=(_SPLIT, _WHOLE, _WHOLE, _SPLIT),
             check_vma=False,
         )
-        results, mirrored, copied = mapped(arrays, copies)
+        results, common, mirrored, copied = mapped(arrays, copies)
+        self._plain |= dict(zip(self._shared, common, strict=True))
         for variable, value in zip(self._mirrored, mirrored, strict=True):
             self._write_back(variable, value)
         for variable, value in zip(self._copied, copied, strict=True):
@@ -208,11 +218,16 @@ class _CompiledRun:
         """The step, as every replica runs it."""
         inner = SpmdLifting(self._parent, self._strategy, local)
         here = compat.current_trace()
-        with lifting.lifted(inner), _replica_context(self._strategy, self._count):
+        shared: list[Any] = []
+        with lifting.lifted(inner), _replica_context(self._strategy, self._count, shared):
             args, kwargs = inputs
             self._result = self._fn(*args, **kwargs)
-        outputs = []
+        outputs, common = [], []
         for i, leaf in enumerate(leaves(self._result)):
+            if any(leaf is x for x in shared):
+                self._shared.append(i)
+                common.append(leaf)
+                continue
             if isinstance(leaf, SpmdPerReplica | Mirrored):
                 leaf = leaf.component(0)  # noqa: PLW2901
             if isinstance(leaf, jax.Array) and compat.belongs_to(leaf, here):
@@ -228,7 +243,7 @@ class _CompiledRun:
             else:
                 self._mirrored.append(variable)
                 mirrored.append(value.component(0) if isinstance(value, Mirrored) else value)
-        return outputs, mirrored, copied
+        return outputs, common, mirrored, copied
 
     def _write_back(self, variable: Variable, value: Any) -> None:
         assert self._parent is not None
