@@ -1,16 +1,21 @@
 """`px.train`: what training loops need around the step."""
 
 from phalanx.cluster.spec import ClusterDef, ClusterSpec, JobDef, ServerDef
+from phalanx.train.accumulate import accumulate_gradients
 from phalanx.train.metrics import Accuracy, Mean, Sum
 from phalanx.train.optimizer import Optimizer
+from phalanx.train.precision import LossScale, Policy
 
 __all__ = [
     "Accuracy",
     "ClusterDef",
     "ClusterSpec",
     "JobDef",
+    "LossScale",
     "Mean",
     "Optimizer",
+    "Policy",
     "ServerDef",
     "Sum",
+    "accumulate_gradients",
 ]

@@ -19,6 +19,7 @@ from phalanx.core.synchronization import VariableAggregation
 from phalanx.core.values import Mirrored
 from phalanx.core.variables import Variable
 from phalanx.execution.gradients import value_and_grad
+from phalanx.train.precision import LossScale
 
 _AGGREGATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN, None: None}
 
@@ -34,6 +35,7 @@ class Optimizer:
         transform: an `optax.GradientTransformation`.
         aggregate: "sum" (divide losses by the global batch size), "mean" (divide by the local
             one), or None if gradients are already the same on all replicas.
+        loss_scale: a `LossScale` if losses are multiplied by `scale_loss`, as float16 needs.
 
     Examples:
         >>> import jax.numpy as jnp, optax, phalanx as px
@@ -49,7 +51,12 @@ class Optimizer:
         (7.0, 1)
     """
 
-    def __init__(self, transform: optax.GradientTransformation, aggregate: str | None = "sum") -> None:
+    def __init__(
+        self,
+        transform: optax.GradientTransformation,
+        aggregate: str | None = "sum",
+        loss_scale: LossScale | None = None,
+    ) -> None:
         if not hasattr(transform, "init") or not hasattr(transform, "update"):
             raise InvalidTypeError(
                 "Optimizer needs an optax.GradientTransformation, such as optax.adam(1e-3). "
@@ -58,11 +65,13 @@ class Optimizer:
         if aggregate not in _AGGREGATIONS:
             raise InvalidValueError(f"aggregate must be 'sum', 'mean' or None. Received: {aggregate!r}")
         self.transform = transform
+        self.loss_scale = loss_scale
         self._op = _AGGREGATIONS[aggregate]
         self._variables: list[Variable] = []
         self._state: Any = None
         self._iterations: Variable | None = None
         self._update = jax.jit(self._update_values)
+        self._update_scaled = jax.jit(self._update_scaled_values)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -98,6 +107,8 @@ class Optimizer:
                 name="iterations",
                 aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
             )
+            if self.loss_scale is not None:
+                self.loss_scale.build()
         self._variables = listed
 
     # -- the usual way: variables --------------------------------------------------------------------
@@ -141,9 +152,14 @@ class Optimizer:
 
     def minimize(self, loss: Callable[[], Any], variables: Sequence[Variable]) -> Any:
         """Differentiate `loss` with respect to variables and apply the gradients; returns the loss."""
-        value, gradients = value_and_grad(loss, list(variables))()
+        value, gradients = value_and_grad(lambda: self.scale_loss(loss()), list(variables))()
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         self.apply_gradients(zip(gradients, variables, strict=True))
-        return value
+        return value / scale
+
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss times the loss scale; `apply_gradients` divides it out again."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     def _apply(self, strategy: Strategy, variables: list[Variable], gradients: Sequence[Any]) -> None:
         """The update, in cross-replica context."""
@@ -168,7 +184,13 @@ class Optimizer:
             for v, p in zip(self._variables, params, strict=True)
         ]
         state = jax.tree.map(lambda v: v.value() if isinstance(v, Variable) else v, self._state)
-        new_params, new_state = self._update(grads, state, params)
+        if self.loss_scale is None:
+            new_params, new_state = self._update(grads, state, params)
+        else:
+            scaling = [v.value() for v in self.loss_scale.variables]
+            new_params, new_state, scaling = self._update_scaled(grads, state, params, scaling)
+            for variable, x in zip(self.loss_scale.variables, scaling, strict=True):
+                variable.assign(x)
         for v, p in zip(self._variables, new_params, strict=True):
             if id(v) in given:
                 v.assign(p)
@@ -179,6 +201,19 @@ class Optimizer:
     def _update_values(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, new_state = self.transform.update(grads, state, params)
         return optax.apply_updates(params, updates), new_state
+
+    def _update_scaled_values(
+        self, grads: Any, state: Any, params: Any, scaling: Any
+    ) -> tuple[Any, Any, Any]:
+        """Divide out the loss scale; a step with gradients that are not finite changes nothing."""
+        assert self.loss_scale is not None
+        scale, good_steps = scaling
+        grads = [g / scale.astype(g.dtype) for g in grads]
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in grads]))
+        safe = [jnp.where(finite, g, jnp.zeros_like(g)) for g in grads]
+        new = self._update_values(safe, state, params)
+        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
+        return (*kept, self.loss_scale.next_state(scale, good_steps, finite))
 
     def _check_known(self, variables: list[Variable]) -> None:
         known = {id(v) for v in self._variables}
