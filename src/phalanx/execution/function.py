@@ -116,6 +116,17 @@ class Function:
             program = self._programs[call.key] = self._trace(call)
         return program if isinstance(program, str) else (program, call.arrays)
 
+    def run_steps(self, elements: Sequence[tuple[Any, ...]]) -> Callable[[int], Any] | None:
+        """Run one step per element as a single program; None if they need different programs."""
+        found = [self._find(args, {}) for args in elements]
+        programs = {id(f[0]) if isinstance(f, tuple) else None for f in found}
+        if len(programs) != 1 or None in programs:
+            return None
+        ready = [f for f in found if isinstance(f, tuple)]
+        return ready[0][0].run_loop(
+            [list(column) for column in zip(*(a for _, a in ready), strict=True)]
+        )
+
     def _trace(self, call: _Call) -> _Program | str:
         program = self._trace_once(call)
         if isinstance(program, list):
@@ -332,7 +343,16 @@ class _Program:
             count = len(outputs) - len(written)
             return (outputs[:count], outputs[count:]), jnp.int32(0)
 
+        def looped(new: list[Any], old: list[Any], stacked: list[Any]) -> Any:
+            def body(state: list[Any], arguments: list[Any]) -> tuple[list[Any], list[Any]]:
+                (outputs, state), _ = program(state, old, arguments)
+                return state, outputs
+
+            state, outputs = jax.lax.scan(body, new, stacked)
+            return (outputs, state), jnp.int32(0)
+
         self._compiled = jax.jit(program, donate_argnums=0)
+        self._looped = jax.jit(looped, donate_argnums=0)
         self._device = used.device
 
     @staticmethod
@@ -369,12 +389,21 @@ class _Program:
 
     def run(self, arrays: list[Any]) -> Any:
         """Read the variables, run the program, write them back."""
+        return self._result.rebuild(self._dispatch(self._compiled, arrays))
+
+    def run_loop(self, columns: list[list[Any]]) -> Callable[[int], Any]:
+        """Run the program once per element of each column; gives a function from step to result."""
+        stacked = [jnp.stack(column) for column in columns]
+        outputs = self._dispatch(self._looped, stacked)
+        return lambda step: self._result.rebuild([x[step] for x in outputs])
+
+    def _dispatch(self, compiled: Callable[..., Any], arrays: list[Any]) -> list[jax.Array]:
         with jax.default_device(self._device) if self._device is not None else nullcontext():
-            outputs, values = THROTTLE.dispatch(self._compiled, *self._inputs(arrays))
+            outputs, values = THROTTLE.dispatch(compiled, *self._inputs(arrays))
         for variable, value in zip(self.written, values, strict=True):
             variable._value = _as_value(variable, value)
             variable._exclusive = True
-        return self._result.rebuild(outputs)
+        return outputs
 
     def lower(self, arrays: list[Any]) -> Any:
         """The lowered program."""

@@ -2,6 +2,7 @@
 
 from phalanx.cluster.spec import ClusterDef, ClusterSpec, JobDef, ServerDef
 from phalanx.train.accumulate import accumulate_gradients
+from phalanx.train.loop import LoopResults, loop
 from phalanx.train.metrics import Accuracy, Mean, Sum
 from phalanx.train.optimizer import Optimizer
 from phalanx.train.precision import LossScale, Policy
@@ -11,6 +12,7 @@ __all__ = [
     "ClusterDef",
     "ClusterSpec",
     "JobDef",
+    "LoopResults",
     "LossScale",
     "Mean",
     "Optimizer",
@@ -18,4 +20,5 @@ __all__ = [
     "ServerDef",
     "Sum",
     "accumulate_gradients",
+    "loop",
 ]

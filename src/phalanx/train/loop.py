@@ -1,0 +1,73 @@
+"""Many steps per call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.execution.function import Function
+
+
+class LoopResults(Sequence[Any]):
+    """What each step of a loop returned; results are cut out when they are asked for."""
+
+    def __init__(self, count: int, result: Callable[[int], Any]) -> None:
+        self._count, self._result = count, result
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self._result(i) for i in range(*index.indices(self._count))]
+        if not -self._count <= index < self._count:
+            raise IndexError(f"The loop ran {self._count} steps. Received: index {index}")
+        return self._result(index % self._count)
+
+
+def loop(step: Function, iterator: Iterator[Any], steps: int) -> LoopResults:
+    """Run a compiled step on the next elements of an iterator, as one program if they fit together.
+
+    Elements of one shape become a single `lax.scan`, which saves the cost of dispatching each step.
+    Otherwise, as for a partial last batch, the steps run one after the other; the results are the
+    same.
+
+    Args:
+        step: a `px.function`. It is called with the element, or with its parts if it is a tuple.
+        iterator: gives the elements; if it ends early, there are fewer steps.
+        steps: how many elements to take.
+
+    Returns:
+        A sequence of what each step returned.
+
+    Examples:
+        >>> import jax.numpy as jnp, phalanx as px
+        >>> total = px.Variable(0.0)
+        >>> step = px.function(lambda x: total.assign_add(x) + 0.0)
+        >>> results = px.train.loop(step, iter([jnp.float32(i) for i in range(10)]), steps=4)
+        >>> [float(x) for x in results], float(total)
+        ([0.0, 1.0, 3.0, 6.0], 6.0)
+    """
+    if not isinstance(step, Function):
+        raise InvalidTypeError(
+            f"loop needs a compiled step: decorate it with @px.function. Received: {step!r}"
+        )
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise InvalidValueError(f"steps must be a positive integer. Received: {steps!r}")
+    taken = itertools.islice(iterator, steps)
+    elements = [x if isinstance(x, tuple) else (x,) for x in taken]
+    if not elements:
+        return LoopResults(0, lambda _: None)
+    result = step.run_steps(elements)
+    if result is None:
+        results = [step(*element) for element in elements]
+        result = results.__getitem__
+    return LoopResults(len(elements), result)
