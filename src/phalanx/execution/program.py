@@ -1,0 +1,271 @@
+"""Programs: traced functions with their variables, arguments and results.
+
+A `Call` takes arguments apart into arrays and constants. A `Program` is what tracing a function for
+such a call gives: it knows which variables it reads and writes, and how results are put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.core import compat, lifting
+from phalanx.core import context as ctx
+from phalanx.core.callsite import describe_traceback
+from phalanx.core.errors import StagedValueError
+from phalanx.core.structure import leaves, replace_leaves
+from phalanx.core.values import Layout, Mirrored, PerReplica
+from phalanx.core.variable_spec import live_variables
+from phalanx.core.variables import Variable
+from phalanx.execution.throttle import THROTTLE
+
+# -- one call ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call: arrays, and everything that shapes the program."""
+
+    key: Any
+    treedef: Any
+    constants: tuple[_Constant | None, ...]  # None where the argument is an array
+    arrays: list[Any]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Take arguments apart; None if replicas hold arrays of different shapes."""
+        flat, treedef = jax.tree_util.tree_flatten((args, kwargs), is_leaf=_is_ragged)
+        arrays: list[Any] = []
+        constants: list[_Constant | None] = []
+        parts: list[Any] = []
+        for x in flat:
+            if isinstance(x, jax.Array | np.ndarray | np.generic):
+                arrays.append(compat.movable(x))
+                constants.append(None)
+                parts.append((x.shape, x.dtype, getattr(x, "weak_type", False)))
+            elif isinstance(x, PerReplica):
+                return None
+            else:
+                constants.append(_Constant(x))
+                parts.append(_constant_key(x))
+        mode = ctx.current_mode()
+        where = (id(mode.strategy), mode.replica_context is None, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+        return Call((treedef, tuple(parts), where), treedef, tuple(constants), arrays)
+
+    def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments again, with other arrays."""
+        remaining = iter(arrays)
+        flat = [next(remaining) if c is None else c.value for c in self.constants]
+        args, kwargs = jax.tree_util.tree_unflatten(self.treedef, flat)
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: Any
+
+
+def _is_ragged(x: Any) -> bool:
+    return isinstance(x, PerReplica) and x.array is None
+
+
+def _constant_key(x: Any) -> Any:
+    if isinstance(x, Variable):
+        return (Variable, id(x))
+    try:
+        hash(x)
+    except TypeError:
+        return (type(x), id(x))
+    return (type(x), x)
+
+
+# -- one program -----------------------------------------------------------------------------------
+
+
+class Program:
+    """A traced function: its variables, its results, and the compiled code."""
+
+    def __init__(
+        self,
+        closed: Any,
+        variables: list[Variable],
+        used: lifting.Lifting,
+        result: Result,
+    ) -> None:
+        self.jaxpr = closed.jaxpr
+        self._result = result
+        self.written = list(used.written)
+        self.read = [v for v in used.read if v not in used.written]
+        position = {v: i for i, v in enumerate(variables)}
+        written = [position[v] for v in self.written]
+        read = [position[v] for v in self.read]
+        total = len(variables)
+
+        def program(new: list[Any], old: list[Any], arguments: list[Any]) -> Any:
+            inputs: list[Any] = [None] * total + list(arguments)
+            for i, x in zip(written, new, strict=True):
+                inputs[i] = x
+            for i, x in zip(read, old, strict=True):
+                inputs[i] = x
+            outputs = compat.eval_jaxpr(closed, inputs)
+            count = len(outputs) - len(written)
+            return (outputs[:count], outputs[count:]), jnp.int32(0)
+
+        def looped(new: list[Any], old: list[Any], stacked: list[Any]) -> Any:
+            def body(state: list[Any], arguments: list[Any]) -> tuple[list[Any], list[Any]]:
+                (outputs, state), _ = program(state, old, arguments)
+                return state, outputs
+
+            state, outputs = jax.lax.scan(body, new, stacked)
+            return (outputs, state), jnp.int32(0)
+
+        self._compiled = jax.jit(program, donate_argnums=0)
+        self._looped = jax.jit(looped, donate_argnums=0)
+        self._device = used.device
+
+    @staticmethod
+    def trace(fn: Callable[..., Any], call: Call) -> Program | list[Variable]:
+        """Trace a function; gives the variables that it made, if it made any.
+
+        They cannot be inputs of the program that makes them, so it must be traced again.
+        """
+        variables = live_variables()
+        box: dict[str, Any] = {}
+
+        def staged(values: list[Any], arrays: list[Any]) -> Any:
+            held = {v: _as_held(v, x) for v, x in zip(variables, values, strict=True)}
+            used = lifting.Lifting(held)
+            args, kwargs = call.rebuild(arrays)
+            with lifting.lifted(used):
+                result = Result(fn(*args, **kwargs))
+            box["used"], box["result"] = used, result
+            return result.arrays, [_as_array(value) for value in used.written.values()]
+
+        shapes = [_shape_of(v) for v in variables]
+        arguments = [compat.shape_of(x) for x in call.arrays]
+        try:
+            closed, _ = compat.jaxpr_and_result(staged, shapes, arguments)
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+            raise StagedValueError(
+                "Python code asked for a value that the compiled function only computes later, at "
+                f"{describe_traceback(error.__traceback__)}. The replica id and all arrays are such "
+                "values. Write the branch with jnp.where or jax.lax.cond, or run the step eagerly: "
+                "call strategy.run outside of px.function."
+            ) from error
+        used: lifting.Lifting = box["used"]
+        return used.made or Program(closed, variables, used, box["result"])
+
+    def run(self, arrays: list[Any]) -> Any:
+        """Read the variables, run the program, write them back."""
+        return self._result.rebuild(self._dispatch(self._compiled, arrays))
+
+    def run_loop(self, columns: list[list[Any]]) -> Callable[[int], Any]:
+        """Run the program once per element of each column; gives a function from step to result."""
+        stacked = [jnp.stack(column) for column in columns]
+        outputs = self._dispatch(self._looped, stacked)
+        return lambda step: self._result.rebuild([x[step] for x in outputs])
+
+    def _dispatch(self, compiled: Callable[..., Any], arrays: list[Any]) -> list[jax.Array]:
+        with jax.default_device(self._device) if self._device is not None else nullcontext():
+            outputs, values = THROTTLE.dispatch(compiled, *self._inputs(arrays))
+        for variable, value in zip(self.written, values, strict=True):
+            variable._value = _as_value(variable, value)
+            variable._exclusive = True
+        return outputs
+
+    def lower(self, arrays: list[Any]) -> Any:
+        """The lowered program."""
+        return self._compiled.lower(*self._inputs(arrays, keep=True))
+
+    def _inputs(self, arrays: list[Any], keep: bool = False) -> tuple[list[Any], list[Any], list[Any]]:
+        new = []
+        for variable in self.written:
+            x = _as_array(variable._value)
+            # The program overwrites its input, which must not be an array that somebody else has.
+            new.append(x if variable._exclusive or keep else x.copy())
+        return new, [_as_array(v._value) for v in self.read], arrays
+
+
+class Result:
+    """The results of a traced function: which leaves are arrays, and how they are wrapped."""
+
+    def __init__(self, nest: Any) -> None:
+        self._nest = nest
+        self._leaves = leaves(nest)
+        self.arrays: list[Any] = []
+        self._slots: list[tuple[type, Layout | None] | None] = []
+        for leaf in self._leaves:
+            if isinstance(leaf, PerReplica | Mirrored) and leaf.array is not None:
+                self._slots.append((type(leaf), leaf.layout))
+                self.arrays.append(leaf.array)
+            elif isinstance(leaf, jax.Array):
+                self._slots.append((jax.Array, None))
+                self.arrays.append(leaf)
+            else:
+                self._slots.append(None)
+        # Keep no tracers alive once the arrays have been returned.
+        self._leaves = [
+            x if slot is None else None for x, slot in zip(self._leaves, self._slots, strict=True)
+        ]
+        self._nest = replace_leaves(nest, self._leaves)
+        self._single = len(self._slots) == 1 and self._nest is None and self._slots[0] is not None
+
+    def rebuild(self, outputs: Sequence[jax.Array]) -> Any:
+        """The results again, around computed arrays."""
+        remaining = iter(outputs)
+        new = []
+        for leaf, slot in zip(self._leaves, self._slots, strict=True):
+            if slot is None:
+                new.append(leaf)
+            elif slot[0] is jax.Array:
+                new.append(_as_plain(next(remaining)))
+            else:
+                new.append(slot[0].from_global(next(remaining), slot[1]))  # type: ignore[attr-defined]
+        return new[0] if self._single else replace_leaves(self._nest, new)
+
+
+def _as_held(variable: Variable, x: Any) -> Any:
+    """What a variable holds in a program, around its traced array."""
+    value = variable._value
+    if isinstance(value, Mirrored):
+        return Mirrored.of_global(x, value.count)
+    if isinstance(value, PerReplica):
+        return PerReplica.from_global(x, Layout(value.count, not variable.shape))
+    return x
+
+
+def _as_array(value: Any) -> Any:
+    """The one array that stands for a value in a program."""
+    return value.array if isinstance(value, Mirrored | PerReplica) else value
+
+
+def _as_value(variable: Variable, x: jax.Array) -> Any:
+    """What a variable holds after a program, around the array that the program returned."""
+    old = variable._value
+    if isinstance(old, Mirrored):
+        return Mirrored.of_global(x, old.count)
+    if isinstance(old, PerReplica):
+        return PerReplica.from_global(x, Layout(old.count, not variable.shape))
+    return _as_plain(x, variable._device)
+
+
+def _as_plain(x: jax.Array, device: jax.Device | None = None) -> jax.Array:
+    """A result that belongs to no replica: an array that follows the computation."""
+    if len(x.devices()) > 1 and x.is_fully_replicated:
+        pieces = compat.pieces(x)
+        x = next((p for p in pieces if device in p.devices()), pieces[0])
+    return compat.uncommitted(x)
+
+
+def _shape_of(variable: Variable) -> jax.ShapeDtypeStruct:
+    value = variable._value
+    shape = variable.shape
+    if isinstance(value, PerReplica):
+        shape = (value.count, *shape) if not shape else (value.count * shape[0], *shape[1:])
+    return jax.ShapeDtypeStruct(shape, variable.dtype)
