@@ -324,3 +324,17 @@ def test_a_captured_array_comes_back_on_every_device() -> None:
     ):
         result = s.run(call)
         assert [next(iter(x.devices())).id for x in result.values] == [0, 1]
+
+
+def test_stopped_replicas_run_no_further() -> None:
+    went_on = []
+
+    def step() -> None:
+        ctx().merge_call(lambda s: None)
+        if rid() == 0:
+            raise ValueError("stop")
+        went_on.append(rid())
+
+    with pytest.raises(ValueError, match="stop"):
+        mirrored(3).run(step)
+    assert went_on == []

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.collectives import programs
+from phalanx.collectives import host, programs
 from phalanx.collectives.packing import Packing, plan_packs
 from phalanx.core import compat, spmd
 from phalanx.core.destinations import destination_devices
@@ -286,10 +286,17 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
                 results[i] = self.broadcast(total, destinations)
         for devices, members in groups.items():
             self._announce(devices)
-            columns = [components for _, components in members]
-            reduced = programs.all_reduce(reduce_op, columns, devices, self._packing(options))
-            for (i, _), result in zip(members, reduced, strict=True):
-                results[i] = result
+            small = []
+            for i, components in members:
+                if host.is_worthwhile(components, devices):
+                    results[i] = Mirrored(host.all_reduce(reduce_op, components, devices))
+                else:
+                    small.append((i, components))
+            if small:
+                columns = [components for _, components in small]
+                reduced = programs.all_reduce(reduce_op, columns, devices, self._packing(options))
+                for (i, _), result in zip(small, reduced, strict=True):
+                    results[i] = result
         return results
 
     def reduce_in_program(
