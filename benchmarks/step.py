@@ -87,6 +87,22 @@ BUDGETS: dict[Variant, dict[int, float]] = {
 """Phalanx's time may be at most this many times the other's, by width."""
 
 
+DESCRIPTIONS = {
+    PHALANX: """\
+- Phalanx: `px.function` around `strategy.run` of the step (`all_reduce` of the gradients, `assign_sub`)
+  and `strategy.reduce` of the loss, under `MirroredStrategy` on logical CPU devices.""",
+    HAND: f"""\
+- hand-written JAX: `jax.jit` of `jax.shard_map`, with one `lax.psum` for each gradient and the loss,
+  donated parameters, and at most {MAX_IN_FLIGHT} steps in flight.""",
+    TENSORFLOW: """\
+- TensorFlow: `tf.function` around the same as for Phalanx, with `merge_call` and `extended.update` to
+  update the variables, under `MirroredStrategy` on logical CPU devices.""",
+    TORCH: """\
+- torch DDP: `DistributedDataParallel` with gloo over loopback, one process with one thread for each
+  replica. Its steps do not sum the loss over replicas.""",
+}
+
+
 # -- the problem, as the children see it -----------------------------------------------------------
 
 
@@ -481,51 +497,48 @@ def overhead_child(replicas: int, calls: int) -> None:
 
 def _overhead(function: Any, x: Any, calls: int) -> dict[str, float]:
     """Medians in microseconds, of calls that each wait for the one before."""
+    from phalanx.execution.throttle import THROTTLE
+
+    # All programs are dispatched by the throttle; here the only one can be seen and timed.
+    dispatch = THROTTLE.dispatch
+    seen: dict[str, Any] = {}
+
+    def dispatch_timed(compiled: Callable[..., Any], *args: Any) -> Any:
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = compiled(*args)
+            seen["seconds"] = time.perf_counter() - begin
+            seen.update(program=compiled, more=args[1:], result=result)
+            return result
+
+        return dispatch(timed, *args)
+
     function(x).block_until_ready()
-    (program,) = function._programs.values()
-    compiled = program._compiled
-    inside = 0.0
-    latest: Any = None
-
-    def timed(*args: Any) -> Any:
-        nonlocal inside, latest
-        begin = time.perf_counter()
-        latest = compiled(*args)
-        inside = time.perf_counter() - begin
-        return latest
-
-    around, dispatch, whole, bare = [], [], [], []
-    arguments = jax_leaves(x)
+    around, inside, whole, bare = [], [], [], []
     for turn in range(2 * max(calls // 100, 1)):
         if turn % 2:  # the program alone, with its own results as inputs
-            values = [v.copy() for v in latest[0][1]]
+            program, more, ((_, values), _) = seen["program"], seen["more"], seen["result"]
+            values = [v.copy() for v in values]
             for _ in range(50):
                 begin = time.perf_counter()
-                (outputs, values), token = compiled(values, [], arguments)
+                (outputs, values), token = program(values, *more)
                 outputs[0].block_until_ready()
                 bare.append(time.perf_counter() - begin)
                 token.block_until_ready()
         else:
-            program._compiled = timed
+            THROTTLE.dispatch = dispatch_timed  # type: ignore[method-assign]
             for _ in range(50):
                 begin = time.perf_counter()
                 result = function(x)
                 called = time.perf_counter()
                 result.block_until_ready()
                 whole.append(time.perf_counter() - begin)
-                around.append(called - begin - inside)
-                dispatch.append(inside)
-                latest[1].block_until_ready()
-            program._compiled = compiled
-    medians = {"around": around, "dispatch": dispatch, "whole": whole, "bare": bare}
+                around.append(called - begin - seen["seconds"])
+                inside.append(seen["seconds"])
+                seen["result"][1].block_until_ready()
+            THROTTLE.dispatch = dispatch  # type: ignore[method-assign]
+    medians = {"around": around, "inside": inside, "whole": whole, "bare": bare}
     return {name: 1e6 * statistics.median(samples) for name, samples in medians.items()}
-
-
-def jax_leaves(nest: Any) -> list[Any]:
-    """The arrays in a nest."""
-    import jax
-
-    return jax.tree_util.tree_leaves(nest)
 
 
 def measure_overhead(calls: int) -> list[list[str]]:
@@ -538,7 +551,7 @@ def measure_overhead(calls: int) -> list[list[str]]:
             child.versions()
             for _ in OVERHEAD_VARIABLES:
                 found = child.receive("overhead", OVERHEAD_DEADLINE)
-                times = [f"{found[k]:.0f}" for k in ("around", "dispatch", "whole", "bare")]
+                times = [f"{found[k]:.0f}" for k in ("around", "inside", "whole", "bare")]
                 rows.append([str(replicas), str(found["variables"]), *times])
     return rows
 
@@ -641,6 +654,7 @@ def report(
     measurements: Sequence[Measurement],
     overhead: Sequence[Sequence[str]],
     versions: Sequence[str],
+    load: float,
     options: argparse.Namespace,
 ) -> str:
     """The whole result as Markdown."""
@@ -649,7 +663,8 @@ def report(
     versions = [v for v in versions if not any(v in w for w in versions if w is not v)]
     replicas = " ".join(map(str, options.replicas))
     sizes = " ".join(map(str, options.sizes))
-    peers = " ".join(options.peers)
+    peers = " ".join(["--peers", *options.peers])
+    descriptions = "\n".join(DESCRIPTIONS[v] for v in variants)
     return f"""# Compiled training steps
 
 Milliseconds per step: the median over {options.rounds} rounds (min..max).
@@ -668,14 +683,7 @@ Measured: SGD steps of an MLP (float32, cross-entropy), from the loss and its gr
 over replicas to the update of the parameters, with a batch that is on the devices already. All variants
 ran on the same machine in the same minutes:
 
-- Phalanx: `px.function` around `strategy.run` of the step (`all_reduce` of the gradients, `assign_sub`)
-  and `strategy.reduce` of the loss, under `MirroredStrategy` on logical CPU devices.
-- hand-written JAX: `jax.jit` of `jax.shard_map`, with one `lax.psum` for each gradient and the loss,
-  donated parameters, and at most {MAX_IN_FLIGHT} steps in flight.
-- TensorFlow: `tf.function` around the same as for Phalanx, with `merge_call` and `extended.update` to
-  update the variables, under `MirroredStrategy` on logical CPU devices.
-- torch DDP: `DistributedDataParallel` with gloo over loopback, one process with one thread for each
-  replica. Its steps do not sum the loss over replicas.
+{descriptions}
 
 Each variant has a process of its own, and one computes at a time. Rounds take turns in an order that
 rotates, and start from the initial parameters; their first step is not timed, and their time ends
@@ -692,19 +700,21 @@ replicas; medians of calls that each wait for the one before.
 "Python around it" is what the call takes except for the jitted program that it calls, and "jitted call"
 is the time until that program's call returns, which may be before it has finished. "px.function" is a
 whole call until its result is there, and "jitted alone" the same for the jitted program without
-Phalanx.
+Phalanx. They can differ by more than the Python around it: small programs also take longer when they
+are called alone, but after a pause.
 
 ## Circumstances
 
-{circumstances(versions)}
+{circumstances(versions)} The load average of the machine was {load:.1f} before the first process was
+started; where rounds differ much, other work has taken part of it.
 
 To repeat: `python benchmarks/step.py --rounds {options.rounds} --sizes {sizes} --replicas {replicas}
---peers {peers}`.
+{peers}`.
 """
 
 
 def plot(measurements: Sequence[Measurement], path: Path) -> None:
-    """Bars for each problem, with the range over rounds, on a logarithmic axis."""
+    """A point for each problem and variant, with the range over rounds, on a logarithmic axis."""
     try:
         import matplotlib
     except ImportError:
@@ -718,21 +728,22 @@ def plot(measurements: Sequence[Measurement], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(widths), figsize=size, layout="constrained", squeeze=False)
     for ax, width in zip(axes[0], widths, strict=True):
         shown = [m for m in measurements if m.problem.hidden == width]
-        bar = 0.8 / len(shown[0].rounds)
+        apart = 0.6 / len(shown[0].rounds)
         for i, variant in enumerate(shown[0].rounds):
             rounds = [m.rounds[variant] for m in shown]
             medians = [statistics.median(r) for r in rounds]
             below = [a - min(r) for a, r in zip(medians, rounds, strict=True)]
             above = [max(r) - a for a, r in zip(medians, rounds, strict=True)]
-            at = [j - 0.4 + bar * (i + 0.5) for j in range(len(shown))]
-            errors = {"elinewidth": 0.8, "ecolor": "0.3"}
-            ax.bar(at, medians, bar, yerr=[below, above], label=variant.name, error_kw=errors)
+            at = [j - 0.3 + apart * (i + 0.5) for j in range(len(shown))]
+            ax.errorbar(at, medians, [below, above], fmt="o", label=variant.name)
         ax.set_yscale("log")
+        for which in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            which("{x:g}")
+        ax.tick_params(axis="y", which="both", labelsize=7)
         ax.set_xticks(range(len(shown)), [str(m.problem.replicas) for m in shown])
         ax.set_title(f"{INPUTS}-{width}-{width}-{CLASSES}, batch {BATCHES[width]}", fontsize=10)
         ax.set_xlabel("replicas")
         ax.grid(axis="y", which="both", alpha=0.25)
-        ax.set_axisbelow(True)
     axes[0][0].set_ylabel("ms per step (lower is better)")
     axes[0][0].legend(fontsize=8)
     figure.savefig(path, dpi=130)
@@ -793,6 +804,7 @@ def main() -> int:
     options = parse_options()
     measurements: list[Measurement] = []
     versions: list[str] = []
+    load = os.getloadavg()[0]
     try:
         pythons = {
             v: peer_python(v.peer) if v.peer else Path(sys.executable)
@@ -807,7 +819,7 @@ def main() -> int:
     except (BenchmarkError, PeerError) as error:
         say(f"error: {error}")
         return 1
-    text = report(measurements, overhead, versions, options)
+    text = report(measurements, overhead, versions, load, options)
     print(text)
     if not options.quick:
         write_result("step.md", text)

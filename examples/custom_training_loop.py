@@ -2,14 +2,14 @@
 
     python examples/custom_training_loop.py --strategy mirrored --replicas 4
 
-The loop is the usual one: a dataset, a model, an optimizer and metrics that are made in the strategy's
-scope, a step that is written for one replica, and a compiled function that runs the step on all of them.
+The loop is the usual one: a dataset; a model, an optimizer and metrics that are made in the strategy's
+scope; a step that is written for one replica; a compiled function that runs the step on all of them.
 The letters stand at the lines below.
 
       TensorFlow                                            Phalanx
     A tf.distribute.MirroredStrategy()                      px.MirroredStrategy()
     B with strategy.scope():                                the same
-    C strategy.experimental_distribute_dataset(dataset)     strategy.experimental_distribute_values_from_function
+    C strategy.experimental_distribute_dataset(dataset)     distribute(strategy, data, order), below
     D tf.Variable                                           px.Variable
     E tf.keras.optimizers.Adam(0.01)                        px.train.Optimizer(optax.adam(0.01))
     F tf.keras.metrics.Mean()                               px.train.Mean()
@@ -24,7 +24,7 @@ The letters stand at the lines below.
     N strategy.run(train_step, args=(inputs,))              the same
     O strategy.reduce(tf.distribute.ReduceOp.SUM, ...)      strategy.reduce(px.ReduceOp.SUM, ...)
 
-Every strategy prints the same losses, because the global batch does not depend on the number of replicas.
+Every strategy prints the same losses, because the global batch is the same for any number of replicas.
 """
 
 import argparse
@@ -39,6 +39,16 @@ import phalanx as px
 FEATURES, HIDDEN, CLASSES = 16, 32, 4
 GLOBAL_BATCH_SIZE = 64
 EPOCHS = 4
+
+
+def parse_options(description):
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--strategy", choices=["one", "mirrored", "central"], default="mirrored")
+    parser.add_argument("--replicas", type=int, default=4)
+    options = parser.parse_args()
+    if options.replicas < 1 or GLOBAL_BATCH_SIZE % options.replicas:
+        parser.error(f"--replicas must divide the global batch of {GLOBAL_BATCH_SIZE}")
+    return options
 
 
 def make_strategy(name, replicas):
@@ -74,11 +84,8 @@ def distribute(strategy, data, order):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="The custom training loop of tf.distribute.")
-    parser.add_argument("--strategy", choices=["one", "mirrored", "central"], default="mirrored")
-    parser.add_argument("--replicas", type=int, default=4, help="must divide %s" % GLOBAL_BATCH_SIZE)
-    options = parser.parse_args()
-    strategy = make_strategy(options.strategy, options.replicas)  # A
+    options = parse_options("The custom training loop of tf.distribute.")
+    strategy = make_strategy(options.strategy, options.replicas)
     train_data, test_data = make_data(512, seed=1), make_data(128, seed=2)
 
     with strategy.scope():  # B

@@ -17,6 +17,7 @@ LAYERS = ["core", "execution", "collectives", "strategies"]
 BESIDE = {
     "cluster": {"core"},
     "train": {"cluster", "core", "execution"},
+    "testing": set(LAYERS),
     "cli": {*LAYERS, "train"},
 }
 

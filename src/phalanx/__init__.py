@@ -14,7 +14,17 @@ A map of the package:
 Arrows point one way: core <- execution <- collectives <- strategies. This module only re-exports.
 """
 
-from phalanx import cluster_resolver, config, errors, experimental, nn, partitioners, random, train
+from phalanx import (
+    cluster_resolver,
+    config,
+    errors,
+    experimental,
+    nn,
+    partitioners,
+    random,
+    testing,
+    train,
+)
 from phalanx.collectives.cross_device_ops import (
     AllReduceCrossDeviceOps,
     CrossDeviceOps,
@@ -100,6 +110,7 @@ __all__ = [
     "nn",
     "partitioners",
     "random",
+    "testing",
     "train",
     "value_and_grad",
 ]

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import phalanx as px
+from phalanx.core.regrouping import local_results, regroup
 from phalanx.core.structure import leaves, map_nest, merge_nests, replace_leaves
-from phalanx.core.values import PerReplica, local_results, regroup, select_replica
+from phalanx.core.values import PerReplica, select_replica
 
 Pair = collections.namedtuple("Pair", "first second")
 

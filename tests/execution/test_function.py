@@ -436,3 +436,106 @@ def test_variables_of_keys() -> None:
     assert "key" in repr(value)
     result = s.run(lambda: jax.random.normal(key.value()))
     assert float(result.values[0]) == float(result.values[1])
+
+
+def test_captured_distributed_values_are_each_replicas_own() -> None:
+    s = two()
+    value = per_replica(s, lambda i: 10.0 * i)
+    rows = per_replica(s, lambda i: [1.0 * i, 2.0])
+    with s.scope():
+        v = px.Variable(0.0)
+    for wrap in (px.function, jax.jit):
+        for captured in (value, rows):
+            result = wrap(lambda c=captured: s.run(lambda: (c + 1.0, jnp.multiply(c, 2.0))))()
+            for i in range(2):
+                own = np.asarray(captured.values[i])
+                np.testing.assert_array_equal(result[0].values[i], own + 1.0)
+                np.testing.assert_array_equal(result[1].values[i], own * 2.0)
+    with pytest.raises(px.errors.DivergenceError):
+        px.function(lambda: s.run(lambda: v.assign(value + 1.0)))()
+
+
+def test_a_compiled_function_inside_an_eager_step_means_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    function_module._say_once.cache_clear()
+    s = two()
+    with s.scope():
+        local = px.Variable(0.0, synchronization=S.ON_READ, aggregation=A.SUM)
+
+    @px.function
+    def inner() -> Any:
+        local.assign_add(ctx().replica_id_in_sync_group + 1.0)
+        return ctx().all_reduce("sum", ctx().replica_id_in_sync_group + 1.0), px.random.replica_key(0)
+
+    def outer() -> Any:  # not compiled itself
+        return inner()
+
+    with caplog.at_level(logging.WARNING, logger="phalanx"):
+        total, keys = s.run(outer)
+    assert [float(x) for x in total.values] == [3.0, 3.0]
+    assert [float(c) for c in local.values] == [1.0, 2.0]
+    assert not np.array_equal(*(jax.random.key_data(k) for k in keys.values))
+    assert "around strategy.run" in caplog.text
+
+
+def test_unhashable_arguments_are_told_apart() -> None:
+    class Config:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+    f = px.function(lambda config, x: x * config.scale)
+    assert [float(f(Config(float(i)), jnp.float32(1.0))) for i in range(6)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_collectives_under_conditions_that_differ_are_refused() -> None:
+    s = two()
+
+    def branch(x: Any) -> Any:
+        return jax.lax.cond(x[0] > 1, lambda y: ctx().all_reduce("sum", y), lambda y: y, x)
+
+    def loop(x: Any) -> Any:
+        return jax.lax.while_loop(lambda y: y[0] < 3, lambda y: ctx().all_reduce("mean", y) + 1, x)
+
+    for step in (branch, loop):
+        with pytest.raises(ValueError, match="wait for others"):
+            px.function(lambda x, step=step: s.run(step, args=(x,)))(
+                per_replica(s, lambda i: [i + 1.0])
+            )
+
+
+def test_instances_are_freed() -> None:
+    import gc
+    import weakref
+
+    class Model:
+        @px.function
+        def call(self, x: Any) -> Any:
+            return x + 1
+
+    model = Model()
+    model.call(jnp.ones(2))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert "Model.call" in repr(Model.call) or "call" in repr(Model.call)
+
+
+def test_numpy_values_are_put_on_devices() -> None:
+    s = two()
+    value = s.experimental_distribute_values_from_function(
+        lambda c: np.full(3, c.replica_id_in_sync_group, np.float32)
+    )
+    f = px.function(lambda x: s.run(lambda x: x * 2, args=(x,)))
+    assert [x.tolist() for x in f(value).values] == [[0.0] * 3, [2.0] * 3]
+    assert f.trace_count == 1
+
+
+def test_printing_variables_while_tracing() -> None:
+    v = px.Variable(1.0, name="v")
+    shown = []
+    px.function(lambda: shown.append(repr(v)))()
+    assert shown == ["<px.Variable 'v:0' shape=() dtype=float32, numpy=<traced>>"]

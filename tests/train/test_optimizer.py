@@ -190,3 +190,20 @@ def test_mistakes() -> None:
     with pytest.raises(ValueError, match="build"):
         s.run(lambda: optimizer.apply_gradients([(rid(), late)]))
     assert len(optimizer.variables) == 1
+
+
+def test_state_starts_from_present_values() -> None:
+
+    seen = []
+    transform = optax.GradientTransformation(
+        lambda params: seen.append(float(params[0])) or optax.EmptyState(),
+        lambda grads, state, params=None: (grads, state),
+    )
+    s = two()
+    with s.scope():
+        w = px.Variable(1.0)
+    w.assign(42.0)
+    optimizer = px.train.Optimizer(transform)
+    px.function(lambda: s.run(lambda: optimizer.apply_gradients([(rid(), w)])))()
+    assert seen == [42.0]
+    assert float(w) == 45.0

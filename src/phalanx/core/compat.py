@@ -98,6 +98,17 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
+def one_piece(x: jax.Array, device: jax.Device | None = None) -> jax.Array:
+    """One of the arrays behind a replicated array, uncommitted; the one on `device` if there is one."""
+    if not isinstance(x, _array.ArrayImpl):
+        found = pieces(x)
+        return next((p for p in found if device in p.devices()), found[0])
+    buffers = x._arrays
+    if device is not None:
+        buffers = [b for b in buffers if device in b.devices()] or buffers
+    return uncommitted(buffers[0])
+
+
 def is_key_array(x: Any) -> bool:
     """Whether `x` is an array of typed random keys."""
     return isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)

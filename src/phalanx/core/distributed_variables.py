@@ -19,6 +19,7 @@ from phalanx.core.devices import short_name
 from phalanx.core.errors import DivergenceError, InvalidValueError, UnsupportedError
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.reduction import ReduceOp
+from phalanx.core.regrouping import same_value
 from phalanx.core.replica_context import MergePoint
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest
@@ -29,13 +30,7 @@ from phalanx.core.synchronization import (
     copy_value_for_read_sum,
 )
 from phalanx.core.updates import apply_update
-from phalanx.core.values import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    place,
-    same_value,
-)
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica, place
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from phalanx.core import context as ctx
 from phalanx.core import lifting
@@ -36,10 +37,11 @@ from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.operators import operand_of
 from phalanx.core.options import CommunicationOptions, ValueContext, as_communication_options
 from phalanx.core.reduction import Axes, ReduceOp, as_reduce_op
+from phalanx.core.regrouping import regroup
 from phalanx.core.replica_context import MergePoint
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest, merge_nests
-from phalanx.core.values import Mirrored, PerReplica, place, regroup, select_replica
+from phalanx.core.values import Mirrored, PerReplica, place, select_replica
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
 
@@ -408,7 +410,8 @@ def _on(device: jax.Device | None) -> AbstractContextManager[Any]:
 def _to_device(device: jax.Device | None, x: Any) -> Any:
     if device is None:
         return x
-    if isinstance(x, jax.Array):
+    host_array = isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USO"
+    if host_array or isinstance(x, jax.Array):
         return place(x, device)
     if isinstance(x, IndexedSlices):
         return IndexedSlices(place(x.values, device), place(x.indices, device), x.dense_shape)

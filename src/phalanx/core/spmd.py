@@ -54,6 +54,11 @@ class SpmdPerReplica(PerReplica):
         return [self._local] * self.count
 
     @property
+    def is_local(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def local(self) -> Any:
         """The component of the replica that runs the program."""
         return self._local
@@ -68,6 +73,9 @@ class SpmdPerReplica(PerReplica):
         here = lax.axis_index(REPLICA_AXIS) == 0
 
         def broadcast(x: Any) -> Any:
+            if compat.is_key_array(x):
+                data = broadcast(jax.random.key_data(x))
+                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
             chosen = jnp.where(here, x, jnp.zeros_like(x))
             if chosen.dtype == jnp.bool_:
                 return lax.psum(chosen.astype(jnp.int32), REPLICA_AXIS) > 0
@@ -98,10 +106,15 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def wrap_arguments(nest: Any, count: int, always: bool) -> Any:
-    """The arguments of a merge point: what a replica computed is per replica, constants are plain."""
+def wrap_arguments(nest: Any, count: int, always: bool, shared: Sequence[Any] = ()) -> Any:
+    """The arguments of a merge point: what a replica computed is per replica, constants are plain.
+
+    So are `shared` arrays, which an earlier merge function returned to all replicas.
+    """
 
     def wrap(x: Any) -> Any:
+        if not always and any(x is s for s in shared):
+            return x
         traced = any(compat.is_tracer(leaf) for leaf in jax.tree.leaves(x))
         numeric = isinstance(x, jax.Array | IndexedSlices)
         return SpmdPerReplica(x, count) if numeric and (traced or always) else x

@@ -12,8 +12,8 @@ from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.options import RunOptions, ValueContext
 from phalanx.core.reduction import ReduceOp, as_axes, as_reduce_op
+from phalanx.core.regrouping import local_results, regroup
 from phalanx.core.structure import map_nest
-from phalanx.core.values import local_results, regroup
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -161,8 +161,8 @@ class Strategy:
         """Make a distributed value by calling `value_fn` once per replica.
 
         Args:
-            value_fn: takes a `ValueContext` and returns a nest. Arrays are moved to the replica's
-                device, everything else is kept as it is.
+            value_fn: takes a `ValueContext` and returns a nest. Arrays, also of NumPy, are moved to
+                the replica's device; everything else is kept as it is.
         """
         if not callable(value_fn):
             raise InvalidTypeError(f"value_fn must be callable. Received: {value_fn!r}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,10 @@ from phalanx.core import compat
 from phalanx.core.context import active_replica, current_mode
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.operators import ArrayOperators
-from phalanx.core.structure import Leaf, leaves, map_nest, merge_nests
+from phalanx.core.structure import Leaf, map_nest
+
+if TYPE_CHECKING:
+    from phalanx.core.replica_context import ReplicaContext
 
 REPLICA_AXIS = "replica"
 """The mesh axis that replicas are laid out on."""
@@ -104,6 +107,8 @@ def format_component(x: Any, how: Callable[[Any], str]) -> str:
 
 def describe_numpy(x: jax.Array) -> str:
     """The value of an array, as in ``numpy=…`` of a printed tensor or variable."""
+    if compat.is_tracer(x):
+        return "<traced>"
     if compat.is_key_array(x):
         return repr(x)
     host = np.asarray(x)
@@ -160,6 +165,11 @@ class _TwoFaced(DistributedValues):
         if self._global is not None:
             return compat.is_tracer(self._global)
         return any(compat.is_tracer(x) for x in self.values)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the value is one that a compiled program holds a component of on each replica."""
+        return False
 
     @property
     def layout(self) -> Layout:
@@ -297,7 +307,7 @@ class PerReplica(_TwoFaced, ArrayOperators):
         context = active_replica()
         if context is None or self.count != context.num_replicas_in_sync:
             return None
-        component: jax.Array = self.component(context.replica_index)
+        component: jax.Array = own_component(self, context)
         return component
 
     def _array(self) -> jax.Array:
@@ -371,6 +381,15 @@ class Mirrored(_TwoFaced, ArrayOperators):
     __hash__ = object.__hash__
 
 
+def own_component(value: _TwoFaced, context: ReplicaContext) -> Any:
+    """The component of the replica that runs the code, of a value that it captured or was given."""
+    if not context.compiled or isinstance(value, Mirrored) or value.is_local:
+        return value.component(context.replica_index)
+    # One program stands for all replicas, so which component it is depends on where it runs.
+    rows = jnp.stack([jnp.asarray(x) for x in value.values])
+    return rows[context.replica_id_in_sync_group]
+
+
 def current_index() -> int:
     """The replica, or the copy under update, that this thread works for; else 0."""
     mode = current_mode()
@@ -390,7 +409,7 @@ _PARTS = "parts"  # one leaf per component
 def _flatten(value: _TwoFaced) -> tuple[tuple[Any, ...], Any]:
     context = active_replica()
     if context is not None and value.count == context.num_replicas_in_sync:
-        return (value.component(context.replica_index),), _LOCAL
+        return (own_component(value, context),), _LOCAL
     array = value.array
     if array is not None:
         return (array,), value.layout
@@ -410,40 +429,6 @@ for _cls in (PerReplica, Mirrored):
     jax.tree_util.register_pytree_node(_cls, _flatten, _unflatten_as(_cls))
 
 
-# -- between nests and replicas -----------------------------------------------------------------
-
-
-def regroup(nests: Sequence[Any], wrap: type[_TwoFaced] = PerReplica, always_wrap: bool = False) -> Any:
-    """Join one nest per replica into one nest with distributed leaves.
-
-    A leaf stays plain if every replica gave the very same object, unless `always_wrap`. Components
-    of one variable, in order, become that variable.
-    """
-
-    def merge(column: tuple[Any, ...]) -> Any:
-        container = _common_container(column)
-        if container is not None:
-            return container
-        first = column[0]
-        if not always_wrap and all(_same_object(x, first) for x in column):
-            return first
-        return wrap(column)
-
-    return merge_nests(nests, merge)
-
-
-def _same_object(a: Any, b: Any) -> bool:
-    # Whether two equal ints are one object is an accident of the interpreter.
-    return a is b or (type(a) is int and type(b) is int and a == b)
-
-
-def _common_container(column: tuple[Any, ...]) -> Any | None:
-    container = getattr(column[0], "replica_container", None)
-    if container is None or len(container.values) != len(column):
-        return None
-    return container if all(a is b for a, b in zip(container.values, column, strict=True)) else None
-
-
 def select_replica(index: int, nest: Any) -> Any:
     """The nest that one replica sees: distributed values give their component, the rest stays."""
 
@@ -451,32 +436,3 @@ def select_replica(index: int, nest: Any) -> Any:
         return leaf.component(index) if isinstance(leaf, _TwoFaced) else leaf
 
     return map_nest(select, nest)
-
-
-def local_results(nest: Any) -> tuple[Any, ...]:
-    """One nest per replica; a nest without distributed values gives a tuple of itself."""
-    distributed = [x for x in leaves(nest) if isinstance(x, DistributedValues)]
-    if not distributed:
-        return (nest,)
-
-    def select(index: int, leaf: Any) -> Any:
-        return leaf.values[index] if isinstance(leaf, DistributedValues) else leaf
-
-    count = max(len(x.values) for x in distributed)
-    return tuple(map_nest(functools.partial(select, i), nest) for i in range(count))
-
-
-def same_value(a: Any, b: Any) -> bool:
-    """Whether two components hold the same value, bit for bit (nan equals nan)."""
-    if a is b:
-        return True
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(_equal_arrays(_bits(x), _bits(y)) for x, y in pairs)
-
-
-def _bits(x: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(jax.random.key_data(x) if compat.is_key_array(x) else x)
-
-
-def _equal_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()

@@ -95,7 +95,8 @@ class CompiledRendezvous:
 
     def meet(self, context: ReplicaContext, point: MergePoint) -> Any:
         """See `Rendezvous.meet`."""
-        nest = wrap_arguments((point.args, dict(point.kwargs)), self._count, point.always_wrap)
+        given = (point.args, dict(point.kwargs))
+        nest = wrap_arguments(given, self._count, point.always_wrap, self._shared)
         with ctx.push(ctx.Mode(context.strategy)):
             result = point.fn(context.strategy, *nest[0], **nest[1])
         self._shared += [x for x in leaves(result) if isinstance(x, jax.Array)]

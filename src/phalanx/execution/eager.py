@@ -27,8 +27,9 @@ from phalanx.core.callsite import CallSite, call_site, where_is
 from phalanx.core.deadlines import replica_patience
 from phalanx.core.devices import short_name
 from phalanx.core.errors import DeadlineExceededError, MergeMismatchError, ReplicaAborted
+from phalanx.core.regrouping import regroup
 from phalanx.core.replica_context import MergePoint, ReplicaContext
-from phalanx.core.values import regroup, select_replica
+from phalanx.core.values import select_replica
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy

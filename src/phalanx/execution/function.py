@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from phalanx.core import compat
+from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.structure import leaves
 from phalanx.core.variables import Variable
@@ -63,8 +64,8 @@ class Function:
         self.__name__: str = getattr(python_function, "__name__", repr(python_function))
         self.python_function = python_function
         self.input_signature = None if input_signature is None else tuple(input_signature)
-        self._programs: dict[Any, Program | str] = {}
-        self._bound: dict[int, tuple[Any, Function]] = {}
+        self._programs: dict[Any, tuple[Program | str, Any]] = {}
+        self.unbound: Function | None = None
         self._on_replicas: dict[int, tuple[Any, Function]] = {}
         self._trace_count = 0
         self._made_variables = False
@@ -75,6 +76,12 @@ class Function:
         """Run the program for these arguments, tracing it first if there is none yet."""
         if compat.is_transformation(compat.current_trace()):
             return self.python_function(*args, **kwargs)  # part of a larger program, or of a gradient
+        replica = ctx.active_replica()
+        if replica is not None and replica.num_replicas_in_sync > 1:
+            self._say_eager(
+                "it was called from a step that runs eagerly", "Put px.function around strategy.run"
+            )
+            return self.python_function(*args, **kwargs)
         found = self._find(args, kwargs)
         if isinstance(found, tuple):
             program, arrays = found
@@ -99,14 +106,16 @@ class Function:
         """The program for these arguments, or why there can be none."""
         call = Call.of(args, kwargs)
         if call is None:
-            why = "replicas hold arrays of different shapes"
+            why = "replicas hold different shapes, or values that are no arrays"
             self._say_eager(why, "Use batches that divide evenly, as with drop_remainder=True")
             return why
-        program = self._programs.get(call.key)
-        if program is None:
+        known = self._programs.get(call.key)
+        if known is None:
             if self.input_signature is not None:
                 self._check_signature(args, kwargs)
-            program = self._programs[call.key] = self._trace(call)
+            # The constants are kept, because some are told apart by their identity.
+            known = self._programs[call.key] = (self._trace(call), call.constants)
+        program = known[0]
         return program if isinstance(program, str) else (program, call.arrays)
 
     def run_steps(self, elements: Sequence[tuple[Any, ...]]) -> Callable[[int], Any] | None:
@@ -129,7 +138,13 @@ class Function:
             program = self._trace_once(call)
             if isinstance(program, list):
                 raise self._makes_variables("on every call", program)
-        marks = differing_marks(program.jaxpr)
+        marks, hazards = differing_marks(program.jaxpr)
+        if hazards:
+            raise InvalidValueError(
+                f"{self.__name__} communicates inside {hazards[0]} whose condition may differ between "
+                "replicas, so some would wait for others for ever. Communicate outside of it, or make "
+                "the condition the same on all replicas, as with all_reduce."
+            )
         if marks:
             why = f"replicas may write different values: {', '.join(marks)}"
             self._say_eager(why, "Give the variable an aggregation, or all_reduce the value first")
@@ -176,19 +191,25 @@ class Function:
         """Bind a method: each instance has programs of its own, because it has variables of its own."""
         if instance is None:
             return self
-        known = self._bound.get(id(instance))
-        if known is None or known[0] is not instance:
+        # Kept in the instance, so that both end together.
+        cache: dict[str, Any] = getattr(instance, "__dict__", {})
+        name = f"_px_function_{self.__name__}"
+        bound = cache.get(name)
+        if bound is None or bound.unbound is not self:
             bound = Function(self.python_function.__get__(instance, owner), self.input_signature)
-            known = self._bound[id(instance)] = (instance, bound)
-        return known[1]
+            bound.unbound = self
+            cache[name] = bound
+        return bound
 
     # -- looking inside --------------------------------------------------------------------------
 
     @property
     def trace_count(self) -> int:
         """How often the Python function has been traced."""
-        others = (*self._bound.values(), *self._on_replicas.values())
-        return self._trace_count + sum(f.trace_count for _, f in others)
+        return self._trace_count + sum(f.trace_count for _, f in self._on_replicas.values())
+
+    def __repr__(self) -> str:
+        return f"<px.Function {self.__name__}: {len(self._programs)} programs>"
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The lowered program for these arguments, as `jax.stages.Lowered`; runs nothing."""

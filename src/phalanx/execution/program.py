@@ -248,18 +248,15 @@ def _as_array(value: Any) -> Any:
 def _as_value(variable: Variable, x: jax.Array) -> Any:
     """What a variable holds after a program, around the array that the program returned."""
     old = variable._value
-    if isinstance(old, Mirrored):
-        return Mirrored.of_global(x, old.count)
-    if isinstance(old, PerReplica):
-        return PerReplica.from_global(x, Layout(old.count, not variable.shape))
+    if isinstance(old, Mirrored | PerReplica):
+        return type(old).from_global(x, old.layout)  # it has one, because it has been an input
     return _as_plain(x, variable._device)
 
 
 def _as_plain(x: jax.Array, device: jax.Device | None = None) -> jax.Array:
     """A result that belongs to no replica: an array that follows the computation."""
     if len(x.devices()) > 1 and x.is_fully_replicated:
-        pieces = compat.pieces(x)
-        x = next((p for p in pieces if device in p.devices()), pieces[0])
+        return compat.one_piece(x, device)
     return compat.uncommitted(x)
 
 

@@ -16,6 +16,8 @@ from phalanx.core import compat
 from phalanx.core.values import REPLICA_AXIS
 
 _AGREEING = {"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"}
+_COLLECTIVES = _AGREEING | {"psum_scatter", "reduce_scatter", "all_to_all", "ppermute"}
+_HAZARD = "hazard: "
 _CALLS = {
     "jit",
     "pjit",
@@ -30,11 +32,17 @@ _CALLS = {
 }
 
 
-def differing_marks(jaxpr: Any) -> list[str]:
-    """The labels of the marks that replicas may reach with different values."""
+def differing_marks(jaxpr: Any) -> tuple[list[str], list[str]]:
+    """The labels of the marks that replicas may reach with different values, and other hazards.
+
+    A hazard is a collective inside a branch or loop that replicas may not all take: some would
+    wait for ever.
+    """
     found: list[str] = []
     _outside(jaxpr, found)
-    return list(dict.fromkeys(found))
+    hazards = [label.removeprefix(_HAZARD) for label in found if label.startswith(_HAZARD)]
+    marks = [label for label in found if not label.startswith(_HAZARD)]
+    return list(dict.fromkeys(marks)), list(dict.fromkeys(hazards))
 
 
 def _outside(jaxpr: Any, found: list[str]) -> None:
@@ -81,7 +89,13 @@ def _equation(eqn: Any, given: list[bool], found: list[str]) -> list[bool]:
         return _scan(eqn, subs[0], given, found)
     if name == "cond":
         branches = [_walk(sub, given[1:], found) for sub in subs]
+        if given[0] and any(_communicates(sub) for sub in subs):
+            found.append(f"{_HAZARD}lax.cond or lax.switch")
         return [given[0] or any(column) for column in zip(*branches, strict=True)]
+    if name == "while" and any(given) and any(_communicates(sub) for sub in subs):
+        condition = eqn.params["cond_jaxpr"].jaxpr
+        if _while_differs(eqn, condition, given):
+            found.append(f"{_HAZARD}lax.while_loop")
     for sub in subs:  # a while loop, or something new: assume the worst
         _walk(sub, [True] * len(sub.invars), found)
     return [any(given) or bool(subs)] * count
@@ -99,6 +113,22 @@ def _scan(eqn: Any, body: Any, given: list[bool], found: list[str]) -> list[bool
             found += trial
             return state + outputs[carry:]
         state = grown
+
+
+def _while_differs(eqn: Any, condition: Any, given: list[bool]) -> bool:
+    """Whether replicas may leave a loop at different times, given what differs when they enter it."""
+    consts = eqn.params["cond_nconsts"]
+    carry = given[consts + eqn.params["body_nconsts"] :]
+    return any(_walk(condition, given[:consts] + carry, []))
+
+
+def _communicates(jaxpr: Any) -> bool:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _COLLECTIVES and _over_replicas(eqn.params):
+            return True
+        if any(_communicates(sub) for sub in compat.sub_jaxprs(eqn)):
+            return True
+    return False
 
 
 def _over_replicas(params: dict[str, Any]) -> bool:

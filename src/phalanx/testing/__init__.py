@@ -1,8 +1,8 @@
 """`px.testing`: what tests of distributed code need."""
 
-from phalanx.testing.communication import Communication, Traffic, assert_communication, communication
+from phalanx.testing.devices import logical_devices
 from phalanx.testing.equivalence import assert_equivalent
-from phalanx.testing.logical_devices import logical_devices
+from phalanx.testing.traffic import Communication, Traffic, assert_communication, communication
 
 __all__ = [
     "Communication",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core import compat
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.strategy import Strategy
-from phalanx.core.structure import leaves, map_nest
+from phalanx.core.structure import map_nest
 from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
 from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
@@ -35,7 +37,8 @@ def assert_equivalent(
     For each strategy, once eagerly and once inside `px.function`: `setup` makes new state, each batch
     is split over the replicas, and the step runs on them. Everything is compared with the eager run of
     the first strategy: the results of each step, combined over replicas, and the variables after the
-    last one.
+    last one. Scalars that the step returns are summed over replicas, so a loss must be the replica's
+    contribution; arrays are gathered along their first dimension.
 
     The step must not depend on how a batch is split. Losses and gradients must be scaled by the
     global batch size, and random numbers must not come from `px.random.replica_key`, which gives each
@@ -45,19 +48,17 @@ def assert_equivalent(
     Args:
         step: the function for replicas. It is called as ``step(state, *batch)`` and returns a nest.
         strategies: the strategies; the first is the reference.
-        setup: is given the strategy, inside its scope, and returns the state: a nest of variables and of
-            objects that list theirs in an attribute `variables`, such as optimizers and metrics. All
+        setup: is given the strategy, inside its scope, and returns the state: a nest of variables and
+            of objects that list theirs in an attribute `variables`, such as optimizers and metrics. All
             these variables are compared, unless they are synchronized on read without an aggregation.
         batches: one nest of NumPy arrays for each step; a tuple holds several arguments. Arrays are
-            split along their first dimension by `numpy.array_split`. If that gives replicas different
-            sizes, `px.function` runs the step eagerly too.
+            split along their first dimension by `numpy.array_split`, and scalars are passed on. If
+            replicas get parts of different sizes, `px.function` runs the step eagerly too.
         rtol: the relative tolerance.
         atol: the absolute tolerance. Integers and booleans must agree exactly.
 
     Raises:
-        AssertionError: names the strategy, the executor, the step and the largest difference. Scalars
-            that the step returns are summed over replicas, so each replica must return its
-            contribution; arrays are gathered along their first dimension.
+        AssertionError: names the strategy, the executor, the step and the largest difference.
 
     Examples:
         >>> import jax.numpy as jnp, numpy as np, optax, phalanx as px
@@ -83,16 +84,16 @@ def assert_equivalent(
         ...     batches=[(x, 2 * x)],
         ... )
         Traceback (most recent call last):
-        AssertionError: MirroredStrategy with 2 replicas (number 1), eager, step 0: the result differs
-        from OneDeviceStrategy with 1 replica (number 0), eager. The largest difference is 1.5: 3.0
-        instead of 1.5.
+        AssertionError: strategies[1] (MirroredStrategy, 2 replicas), eager, step 0: the result
+        differs from strategies[0] (OneDeviceStrategy, 1 replica), eager. The largest difference is
+        1.5: 3.0 instead of 1.5.
     """
     listed = _checked(step, strategies, setup, batches)
     tolerance = _Tolerance(rtol, atol)
     reference: _Record | None = None
     for i, strategy in enumerate(listed):
         for executor in ("eager", "compiled"):
-            name = f"{_describe(strategy)} (number {i}), {executor}"
+            name = f"strategies[{i}] ({_describe(strategy)}), {executor}"
             record = _run(name, strategy, executor == "compiled", step, setup, batches)
             if reference is None:
                 reference = record
@@ -115,7 +116,7 @@ def _checked(step: Any, strategies: Any, setup: Any, batches: Any) -> list[Strat
 
 def _describe(strategy: Strategy) -> str:
     n = strategy.num_replicas_in_sync
-    return f"{type(strategy).__name__} with {n} replica{'s' * (n > 1)}"
+    return f"{type(strategy).__name__}, {n} replica{'s' * (n > 1)}"
 
 
 # -- running -------------------------------------------------------------------------------------
@@ -140,17 +141,158 @@ def _run(
     for batch in batches:
         arguments = batch if isinstance(batch, tuple) else (batch,)
         results.append(_named(_combined(strategy, run(*_split(strategy, arguments)))))
-    return _Record(name, results, dict(_values_of(state)))
+    record = _Record(name, results, _values_of(state))
+    if not record.variables and not any(results):
+        raise InvalidValueError(
+            "There is nothing to compare: the step returned nothing and the state has no variables. "
+            f"Received: a state of {state!r}"
+        )
+    return record
 
 
 def _split(strategy: Strategy, batch: tuple[Any, ...]) -> Any:
+    """The batch with distributed values in place of arrays."""
     count = strategy.num_replicas_in_sync
-    parts = map_nest(lambda x: np.array_split(np.asarray(x), count), batch)
 
-    def make(nest: Any, shards: Any, i: int) -> Any:
-        remaining = iter(_lists(nest, shards))
-        return map_nest(lambda _: next(remaining)[i], nest)
+    def split(x: Any) -> Any:
+        if not compat.is_array(x) or np.ndim(x) == 0:
+            return x
+        parts = np.array_split(np.asarray(x), count)
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: jnp.asarray(parts[context.replica_id_in_sync_group])
+        )
 
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: make(batch, parts, context.replica_id_in_sync_group)
-    )
+    return map_nest(split, batch)
+
+
+def _combined(strategy: Strategy, result: Any) -> Any:
+    """What a step returned, with the results of all replicas made one."""
+    count = strategy.num_replicas_in_sync
+
+    def combine(x: Any) -> Any:
+        if isinstance(x, Variable):
+            return _host(x.read_value())
+        first = x.values[0] if isinstance(x, DistributedValues) else x
+        if not compat.is_array(first):
+            if isinstance(x, DistributedValues):
+                raise InvalidTypeError(
+                    "Results can be compared if they are arrays, or the same on all replicas. "
+                    f"Received: {x!r}"
+                )
+            return x
+        if first.ndim == 0:
+            return _host(strategy.reduce("sum", x, axis=None))
+        if isinstance(x, DistributedValues):
+            return _host(strategy.gather(x, axis=0))
+        return np.concatenate([_host(x)] * count)  # every replica returned this one
+
+    return map_nest(combine, result)
+
+
+def _values_of(state: Any) -> dict[str, Array]:
+    return {
+        path: _host(variable.state())
+        for path, variable in _variables(state, "")
+        if variable.synchronization is not VariableSynchronization.ON_READ
+        or variable.aggregation is not VariableAggregation.NONE
+    }
+
+
+def _variables(x: Any, path: str) -> Iterator[tuple[str, Variable]]:
+    """The variables in a nest and in the objects there that list theirs."""
+    if isinstance(x, Variable):
+        yield path, x
+        return
+    listed = _listed(x)
+    if listed is not None:
+        yield from _variables(listed, f"{path}.variables")
+        return
+    children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
+    for keys, child in children:
+        if child is not x:
+            yield from _variables(child, path + jax.tree_util.keystr(keys))
+
+
+def _listed(x: Any) -> Any:
+    try:
+        return getattr(x, "variables", None)
+    except ContextError:  # an optimizer that was never used has none yet
+        return []
+
+
+def _host(x: Any) -> Array:
+    return np.asarray(jax.random.key_data(x) if compat.is_key_array(x) else x)
+
+
+# -- comparing -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tolerance:
+    relative: float
+    absolute: float
+
+    def difference(self, mine: Any, theirs: Any) -> tuple[float, str] | None:
+        """How large the difference is, and a sentence about it; None if there is none."""
+        if not isinstance(mine, np.ndarray) or not isinstance(theirs, np.ndarray):
+            same = type(mine) is type(theirs) and mine == theirs
+            return None if same else (math.inf, f"It is {mine!r} instead of {theirs!r}.")
+        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+            kinds = [f"{x.dtype}{list(x.shape)}" for x in (mine, theirs)]
+            return math.inf, f"It is {kinds[0]} instead of {kinds[1]}."
+        exact = jnp.issubdtype(mine.dtype, np.integer) or mine.dtype == np.bool_
+        rtol, atol = (0.0, 0.0) if exact else (self.relative, self.absolute)
+        wide = complex if jnp.issubdtype(mine.dtype, np.complexfloating) else float
+        a, b = mine.astype(wide), theirs.astype(wide)
+        wrong = ~np.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
+        if not wrong.any():
+            return None
+        with np.errstate(invalid="ignore"):
+            size = np.where(wrong, np.nan_to_num(np.abs(a - b), nan=np.inf), 0.0)
+        where = np.unravel_index(np.argmax(size), size.shape)
+        place = f" at {[int(i) for i in where]}" if where else ""
+        return float(size[where]), (
+            f"The largest difference is {size[where]:.6g}{place}: {mine[where]} instead of "
+            f"{theirs[where]}."
+        )
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What one run gave."""
+
+    name: str
+    results: list[dict[str, Any]]  # of each step, by path
+    variables: dict[str, Array]
+
+    def compare(self, reference: _Record, tolerance: _Tolerance) -> None:
+        """Fail at the first step whose results differ, or at the variables."""
+        steps = zip(self.results, reference.results, strict=True)
+        for i, (mine, theirs) in enumerate(steps):
+            self._compare(f"step {i}: the result", mine, theirs, reference, tolerance)
+        last = f"after step {len(self.results) - 1}: the variable"
+        self._compare(last, self.variables, reference.variables, reference, tolerance)
+
+    def _compare(
+        self,
+        what: str,
+        mine: Mapping[str, Any],
+        theirs: Mapping[str, Any],
+        reference: _Record,
+        tolerance: _Tolerance,
+    ) -> None:
+        if mine.keys() != theirs.keys():
+            raise AssertionError(
+                f"{self.name}, {what} has the parts {sorted(mine)} instead of {sorted(theirs)} of "
+                f"{reference.name}."
+            )
+        found = [(tolerance.difference(mine[path], theirs[path]), path) for path in mine]
+        worst = max(((d, path) for d, path in found if d is not None), default=None)
+        if worst is not None:
+            (_, sentence), path = worst
+            raise AssertionError(f"{self.name}, {what}{path} differs from {reference.name}. {sentence}")
+
+
+def _named(nest: Any) -> dict[str, Any]:
+    flat = jax.tree_util.tree_leaves_with_path(nest)
+    return {jax.tree_util.keystr(path): x for path, x in flat}

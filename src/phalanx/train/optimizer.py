@@ -16,7 +16,7 @@ from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import MergePoint
 from phalanx.core.strategy import Strategy
 from phalanx.core.synchronization import VariableAggregation
-from phalanx.core.values import Mirrored
+from phalanx.core.values import DistributedValues, Mirrored
 from phalanx.core.variables import Variable
 from phalanx.execution.gradients import value_and_grad
 from phalanx.train.precision import LossScale
@@ -98,7 +98,7 @@ class Optimizer:
         strategy = listed[0].distribute_strategy or ctx.default_mode().strategy
         mode = ctx.default_mode() if strategy is ctx.default_mode().strategy else ctx.Mode(strategy)
         with ctx.push(mode), jax.ensure_compile_time_eval():
-            values = [jnp.asarray(v._spec.value) for v in listed]
+            values = [jnp.asarray(_present_value(v)) for v in listed]
             state = self.transform.init(values)
             self._state = jax.tree.map(_slot, state)
             self._iterations = Variable(
@@ -243,6 +243,12 @@ class Optimizer:
         if context is not None and self._op is not None:
             grads = context.all_reduce(self._op, grads)
         return self.transform.update(grads, state, params)
+
+
+def _present_value(variable: Variable) -> jax.Array:
+    """What a variable really holds, also while a program is being traced."""
+    held = variable._value
+    return held.values[0] if isinstance(held, DistributedValues) else held
 
 
 def _slot(x: Any) -> Variable:

@@ -82,7 +82,7 @@ def communication(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Commun
     so counts on CPU devices may be higher than on others.
 
     Args:
-        step: a `px.function`, a `jax.jit` object, or any other callable, which is given to `px.function`
+        step: a `px.function`, a `jax.jit` object, or another callable, which is given to `px.function`
             first.
         *args: its arguments.
         **kwargs: its keyword arguments.

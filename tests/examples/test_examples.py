@@ -1,0 +1,58 @@
+"""The example scripts run under every strategy and learn the same."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = ["custom_training_loop.py", "pure_jax.py"]
+
+
+def start(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / script), *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@functools.cache
+def losses(script: str, *options: str) -> list[tuple[float, float]]:
+    """The loss and the test loss of each epoch, as the script printed them."""
+    done = start(script, *options)
+    assert done.returncode == 0, done.stderr
+    assert "eagerly" not in done.stderr, "the compiled step fell back to the eager executor"
+    found = re.findall(r"^epoch \d+: loss ([\d.]+),.* test loss ([\d.]+)", done.stdout, re.MULTILINE)
+    return [(float(loss), float(test)) for loss, test in found]
+
+
+def same(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> bool:
+    return len(a) == len(b) and all(x == pytest.approx(y, rel=1e-4) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_four_replicas_learn_what_one_device_learns(script: str, strategy: str) -> None:
+    one = losses(script, "--strategy", "one", "--replicas", "1")
+    assert len(one) >= 3
+    assert one[-1] < one[0]
+    assert same(losses(script, "--strategy", strategy, "--replicas", "4"), one)
+
+
+def test_both_styles_learn_the_same() -> None:
+    first, second = (losses(script, "--strategy", "one", "--replicas", "1") for script in SCRIPTS)
+    assert same(first, second)
+
+
+def test_replicas_must_divide_the_batch() -> None:
+    done = start("custom_training_loop.py", "--replicas", "3")
+    assert done.returncode == 2
+    assert "--replicas" in done.stderr
