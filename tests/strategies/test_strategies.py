@@ -93,3 +93,30 @@ def test_options() -> None:
         a.bytes_per_pack = 3  # type: ignore[misc]
     with pytest.raises(TypeError, match="CommunicationOptions"):
         px.MirroredStrategy(["CPU:0"]).extended.reduce_to("sum", 1.0, "CPU:0", options=3)  # type: ignore[arg-type]
+
+
+def test_reading_and_placing_variables_through_the_strategy() -> None:
+    s = px.MirroredStrategy(["CPU:0", "CPU:1"])
+    with s.scope():
+        v = px.Variable(2.0)
+        total = px.Variable(
+            1.0,
+            synchronization=px.VariableSynchronization.ON_READ,
+            aggregation=px.VariableAggregation.SUM,
+        )
+        with s.colocate_vars_with(v):
+            w = px.Variable(3.0)
+    assert float(s.extended.read_var(v)) == 2.0
+    assert float(s.extended.read_var(total)) == 2.0
+    assert s.run(lambda: s.extended.read_var(total) + 0.0).values[1] == 1.0
+    assert [c.device for c in w.values] == [c.device for c in v.values]
+
+
+def test_input_descriptions() -> None:
+    modes = px.InputReplicationMode
+    assert modes("per_replica") is modes.PER_REPLICA
+    assert px.InputOptions().experimental_replication_mode is modes.PER_WORKER
+    context = px.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
+    assert context.get_per_replica_batch_size(8) == 2
+    with pytest.raises(ValueError, match="6"):
+        context.get_per_replica_batch_size(6)
