@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 
 
-class _NamedEnum(enum.Enum):
+class NamedEnum(enum.Enum):
     """An enumeration whose members can also be given by name in any case."""
 
     @classmethod
@@ -23,7 +23,7 @@ class _NamedEnum(enum.Enum):
     __str__ = __repr__
 
 
-class CommunicationImplementation(_NamedEnum):
+class CommunicationImplementation(NamedEnum):
     """A hint for which transport collectives should use: AUTO, RING or NCCL."""
 
     AUTO = "AUTO"
@@ -141,7 +141,7 @@ class RunOptions(NamedTuple):
     experimental_xla_options: Any = None
 
 
-class InputReplicationMode(_NamedEnum):
+class InputReplicationMode(NamedEnum):
     """How often an input function is called: once per worker or once per replica."""
 
     PER_WORKER = "PER_WORKER"

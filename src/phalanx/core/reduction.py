@@ -20,11 +20,11 @@ from phalanx.core.errors import (
     InvalidTypeError,
     InvalidValueError,
 )
-from phalanx.core.options import _NamedEnum
+from phalanx.core.options import NamedEnum
 from phalanx.core.synchronization import VariableAggregation
 
 
-class ReduceOp(_NamedEnum):
+class ReduceOp(NamedEnum):
     """How the values of all replicas are combined: SUM or MEAN.
 
     Everything that takes a `ReduceOp` also takes its name in any case.

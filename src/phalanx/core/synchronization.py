@@ -6,16 +6,16 @@ what, in which context, is decided here once; variables and both executors obey.
 
 from __future__ import annotations
 
-import enum
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from phalanx.core.errors import InvalidValueError, UnsupportedError
+from phalanx.core.options import NamedEnum
 
 
-class VariableSynchronization(enum.Enum):
+class VariableSynchronization(NamedEnum):
     """When the copies of a variable are brought together.
 
     AUTO means ON_WRITE. ON_WRITE keeps all copies equal: writes are aggregated. ON_READ lets each
@@ -28,13 +28,8 @@ class VariableSynchronization(enum.Enum):
     ON_WRITE = 2
     ON_READ = 3
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
 
-    __str__ = __repr__
-
-
-class VariableAggregation(enum.Enum):
+class VariableAggregation(NamedEnum):
     """How the values that replicas write to a variable become one value.
 
     NONE refuses to choose: replicas that write different values are an error.
@@ -44,11 +39,6 @@ class VariableAggregation(enum.Enum):
     SUM = 1
     MEAN = 2
     ONLY_FIRST_REPLICA = 3
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
-    __str__ = __repr__
 
 
 def check_kinds(synchronization: Any, aggregation: Any, name: str) -> None:
