@@ -34,9 +34,9 @@ class Training:
         self._x = strategy.experimental_distribute_values_from_function(
             lambda context: jnp.full((16, width), 0.1 * (context.replica_id_in_sync_group + 1))
         )
-        self.compiled = px.function(self.eager)
+        self.step = px.function(self._step)
 
-    def eager(self) -> Any:
+    def _step(self) -> Any:
         return self._strategy.run(self._replica, args=(self._x,))
 
     def _replica(self, x: jax.Array) -> jax.Array:
@@ -59,15 +59,28 @@ class Training:
 def compiled(strategy: px.Strategy, width: int, steps: int) -> None:
     """Compiled steps, one after the other."""
     training = Training(strategy, width)
-    _repeat(training.compiled, steps)
+    _repeat(training.step, steps)
     training.check(steps)
 
 
 def eager(strategy: px.Strategy, width: int, steps: int) -> None:
-    """Steps that run eagerly, with collectives that are programs of their own."""
-    training = Training(strategy, width)
-    _repeat(training.eager, steps)
-    training.check(steps)
+    """Collectives that are programs of their own, one after the other."""
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: jnp.full((16, width), 1.0 + context.replica_id_in_sync_group)
+    )
+
+    def replica(x: jax.Array) -> jax.Array:
+        context = px.get_replica_context()
+        assert context is not None
+        return context.all_reduce("mean", context.all_reduce("mean", x))
+
+    def step() -> None:
+        nonlocal value
+        value = strategy.run(replica, args=(value,))
+
+    _repeat(step, steps)
+    for part in value.values:
+        assert bool(jnp.allclose(part, (strategy.num_replicas_in_sync + 1) / 2))
 
 
 def threads(strategy: px.Strategy, width: int, steps: int) -> None:
@@ -77,7 +90,7 @@ def threads(strategy: px.Strategy, width: int, steps: int) -> None:
 
     def work(training: Training) -> None:
         try:
-            _repeat(training.compiled, steps)
+            _repeat(training.step, steps)
         except BaseException as error:
             errors.append(error)
             raise
@@ -96,7 +109,7 @@ def rotation(strategy: px.Strategy, width: int, steps: int) -> None:
     """Many compiled functions in turn, none of which waits for another."""
     trainings = [Training(strategy, width) for _ in range(FUNCTIONS)]
     rounds = iter(trainings * (steps // FUNCTIONS))
-    _repeat(lambda: next(rounds).compiled(), steps // FUNCTIONS * FUNCTIONS)
+    _repeat(lambda: next(rounds).step(), steps // FUNCTIONS * FUNCTIONS)
     for training in trainings:
         training.check(steps // FUNCTIONS)
 
@@ -108,7 +121,7 @@ def outside(strategy: px.Strategy, width: int, steps: int) -> None:
 
     def step() -> None:
         nonlocal total
-        for leaf in jax.tree.leaves(training.compiled()):
+        for leaf in jax.tree.leaves(training.step()):
             doubled = jnp.sin(leaf) * 2.0  # on all devices
             total = total + jnp.sum(doubled)  # with a collective
 

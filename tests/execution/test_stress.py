@@ -84,9 +84,10 @@ def test_functions_in_rotation(replicas: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(("width", "steps"), [(64, 300), (512, 200)])
 @pytest.mark.parametrize("replicas", REPLICAS)
-def test_eager_steps(replicas: int) -> None:
-    run("eager", replicas, width=64, steps=200)
+def test_eager_collectives(replicas: int, width: int, steps: int) -> None:
+    run("eager", replicas, width, steps)
 
 
 @pytest.mark.soak
