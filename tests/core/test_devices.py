@@ -110,7 +110,8 @@ def test_kinds_of_devices() -> None:
 def run_python(code: str, **env: str) -> str:
     import os
 
-    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    ours = ("XLA_FLAGS", "PJRT_NPROC", "PHALANX_CHOSEN_PJRT_NPROC")
+    clean = {k: v for k, v in os.environ.items() if k not in ours}
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -134,6 +135,20 @@ assert not compat.backends_are_initialized()
 print(px.MirroredStrategy().num_replicas_in_sync, int(os.environ["PJRT_NPROC"]) >= 10)
 """
     assert run_python(code) == "5 True"
+
+
+def test_an_inherited_pool_size_is_chosen_again_but_a_given_one_is_kept() -> None:
+    code = """
+import os, phalanx as px
+px.config.set_logical_device_configuration(
+    px.config.list_physical_devices("CPU")[0], [px.config.LogicalDeviceConfiguration()] * 5
+)
+px.MirroredStrategy()
+print(os.environ["PJRT_NPROC"])
+"""
+    assert int(run_python(code, PJRT_NPROC="4", PHALANX_CHOSEN_PJRT_NPROC="4")) >= 10
+    assert int(run_python(code, PHALANX_CHOSEN_PJRT_NPROC="4")) >= 10
+    assert run_python(code, PJRT_NPROC="4") == "4"
 
 
 def test_flags_of_the_environment_are_respected() -> None:

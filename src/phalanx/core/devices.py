@@ -334,13 +334,23 @@ def prepare_backend() -> None:
 
     One pool launches and runs multi-device programs on CPU. With fewer than two threads per device
     it deadlocks once many programs are in flight, so the pool gets ``max(cores, 2 * devices)``
-    threads. Does nothing if JAX has started or the user has set PJRT_NPROC.
+    threads. Does nothing if JAX has started or the user has set PJRT_NPROC. A number that a parent
+    process chose for itself, and that was inherited, is not the user's.
     """
-    if compat.backends_are_initialized() or "PJRT_NPROC" in os.environ:
+    given = os.environ.get("PJRT_NPROC")
+    users = given is not None and given != os.environ.get(_CHOSEN_POOL)
+    if compat.backends_are_initialized() or users:
         return
     count = cpu_device_count()
     if count > 1:
-        os.environ["PJRT_NPROC"] = str(max(os.cpu_count() or 1, 2 * count))
+        size = str(max(os.cpu_count() or 1, 2 * count))
+        os.environ["PJRT_NPROC"] = os.environ[_CHOSEN_POOL] = size
+    elif given is not None:
+        del os.environ["PJRT_NPROC"]
+
+
+_CHOSEN_POOL = "PHALANX_CHOSEN_PJRT_NPROC"
+"""The environment variable that marks a PJRT_NPROC as Phalanx's own choice."""
 
 
 def _forced_by_flags() -> int | None:

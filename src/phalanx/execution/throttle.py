@@ -1,9 +1,11 @@
 """At most a bounded number of multi-device programs in flight.
 
-XLA's CPU client deadlocks once 32 computations per device are queued: the threads that should run the
-oldest program are all busy waiting for a place in the queue. Python can easily run that far ahead. So
-all multi-device programs of Phalanx are dispatched here: one at a time, and each waits until the one
-sixteen before it has finished. On other platforms the bound merely limits memory.
+XLA's CPU client deadlocks once many computations per device are queued and its thread pool is no
+larger than the number of devices: the threads that should run the oldest program are all busy waiting
+for a place in the queue. The pool that `prepare_backend` asks for is large enough, but it cannot be
+changed once JAX has started. So all multi-device programs of Phalanx are also dispatched here: one at a
+time, and each waits until the one sixteen before it has finished. On other platforms the bound merely
+limits memory.
 """
 
 from __future__ import annotations
