@@ -120,3 +120,22 @@ def test_input_descriptions() -> None:
     assert context.get_per_replica_batch_size(8) == 2
     with pytest.raises(ValueError, match="6"):
         context.get_per_replica_batch_size(6)
+
+
+def test_values_of_another_number_of_replicas_are_refused() -> None:
+    def mirrored(n: int) -> px.MirroredStrategy:
+        return px.MirroredStrategy([f"CPU:{i}" for i in range(n)])
+
+    value = mirrored(2).experimental_distribute_values_from_function(lambda _: jnp.ones(2))
+    for other in (mirrored(3), mirrored(1), px.OneDeviceStrategy("CPU:0")):
+        for call in (
+            lambda s=other: s.run(lambda x: x, args=([value],)),
+            lambda s=other: px.function(lambda x: s.run(lambda x: x, args=(x,)))(value),
+            lambda s=other: s.reduce("sum", value, axis=None),
+            lambda s=other: s.reduce("mean", value, axis=0),
+            lambda s=other: s.gather(value, axis=0),
+            lambda s=other: s.extended.reduce_to("sum", value, "CPU:0"),
+            lambda s=other: s.extended.batch_reduce_to("sum", [(value, "CPU:0")]),
+        ):
+            with pytest.raises(ValueError, match="another strategy"):
+                call()

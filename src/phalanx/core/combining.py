@@ -38,7 +38,7 @@ from phalanx.core.reduction import (
     local_sum,
 )
 from phalanx.core.spmd import SpmdPerReplica
-from phalanx.core.values import DistributedValues, Mirrored, PerReplica, place
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica, check_count, place
 from phalanx.core.variables import Variable
 
 
@@ -81,13 +81,20 @@ class Combiner:
         """How many replicas there are."""
         return len(self.devices)
 
+    def _own(self, value: Any) -> Any:
+        """The value behind a variable, if it is one of these replicas'."""
+        value = copies_of(value)
+        if self.devices != (None,):  # the default strategy takes values of all others
+            check_count(value, self.replicas, "The strategy")
+        return value
+
     # -- reductions -----------------------------------------------------------------------------
 
     def reduce_to(
         self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
         """Reduce one value onto the devices of `destinations`."""
-        value = copies_of(value)
+        value = self._own(value)
         if isinstance(value, PerReplica):
             if _is_traced(value):
                 return _reduce_traced(op, value)
@@ -98,7 +105,7 @@ class Combiner:
         self, op: ReduceOp, pairs: Sequence[Pair], options: CommunicationOptions
     ) -> list[Any]:
         """Reduce several values, those that differ between replicas together."""
-        values = [copies_of(value) for value, _ in pairs]
+        values = [self._own(value) for value, _ in pairs]
         together = [i for i, v in enumerate(values) if isinstance(v, PerReplica) and not _is_traced(v)]
         batch = [(values[i], pairs[i][1]) for i in together]
         reduced = self.communicator.batch_reduce(op, batch, options) if batch else []
@@ -134,7 +141,7 @@ class Combiner:
 
     def reduce(self, op: ReduceOp, value: Any, axes: Axes | None, device: jax.Device) -> Any:
         """Reduce one value over replicas, and over `axes` within each, to an array on `device`."""
-        value = copies_of(value)
+        value = self._own(value)
         if axes is not None:
             return self._reduce_axes(op, value, axes, device)
         if isinstance(value, DistributedValues):
@@ -168,7 +175,7 @@ class Combiner:
 
     def gather(self, value: Any, axis: Any, device: jax.Device) -> Any:
         """Join the components of a value on one device; plain values are returned as they are."""
-        value = copies_of(value)
+        value = self._own(value)
         items = value.samples() if isinstance(value, Mirrored | PerReplica) else (value,)
         if any(isinstance(x, IndexedSlices) for x in items):
             raise UnsupportedError(

@@ -390,6 +390,16 @@ def own_component(value: _TwoFaced, context: ReplicaContext) -> Any:
     return rows[context.replica_id_in_sync_group]
 
 
+def check_count(value: Any, replicas: int, what: str) -> None:
+    """Refuse a per-replica value that was made for another number of replicas."""
+    if isinstance(value, PerReplica) and value.count != replicas:
+        raise InvalidValueError(
+            f"{what} needs a value for each of its {replicas} replica(s). A value that another "
+            "strategy made cannot be used here. "
+            f"Received: a value for {value.count} replica(s), {value!r}"
+        )
+
+
 def current_index() -> int:
     """The replica, or the copy under update, that this thread works for; else 0."""
     mode = current_mode()

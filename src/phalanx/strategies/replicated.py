@@ -13,7 +13,8 @@ from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneD
 from phalanx.core import compat, lifting
 from phalanx.core.errors import InvalidTypeError
 from phalanx.core.extended import StrategyExtended
-from phalanx.core.values import place
+from phalanx.core.structure import leaves
+from phalanx.core.values import check_count, place
 from phalanx.execution.compiled import in_compiled_run, run_compiled, run_inlined
 from phalanx.execution.eager import run_replicas
 
@@ -54,6 +55,8 @@ class ReplicatedExtended(StrategyExtended):
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        for leaf in leaves((args, kwargs)):
+            check_count(leaf, len(self._devices), "Strategy.run")
         program = lifting.current()
         if len(self._devices) == 1:
             if program is not None:
