@@ -13,7 +13,7 @@ import pytest
 import phalanx as px
 
 ROOT = Path(px.__file__).parent
-LAYERS = ["core", "execution", "collectives", "strategies"]
+LAYERS = ["core", "data", "execution", "collectives", "strategies"]
 BESIDE = {
     "cluster": {"core"},
     "train": {"cluster", "core", "execution"},

@@ -52,9 +52,10 @@ from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import ReplicaContext
 from phalanx.core.strategy import Strategy
 from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
+from phalanx.core.tensor_spec import TensorSpec
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica
 from phalanx.core.variables import Variable
-from phalanx.execution.function import Function, TensorSpec, function
+from phalanx.execution.function import Function, function
 from phalanx.execution.gradients import grad, value_and_grad
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.default import DefaultStrategy
