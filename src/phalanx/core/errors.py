@@ -122,6 +122,24 @@ class ForeignVariableError(InvalidValueError, AssertionError):
     """A variable was given to a strategy that did not create it."""
 
 
+class ClusterEnvironmentError(PhalanxError, RuntimeError, AssertionError):
+    """The surroundings do not say, or do not have, what a cluster resolver needs.
+
+    For example a variable of Slurm is missing, a pod is not running, or a TPU is not ready yet. The
+    message says what was looked for and how the program is meant to be started.
+    """
+
+
+class DuplicateTaskError(InvalidValueError, KeyError):
+    """Two descriptions of a cluster give the same task, and both cannot be right."""
+
+    __str__ = Exception.__str__  # a KeyError would show the message in quotes
+
+
+class MissingPackageError(PhalanxError, ImportError, RuntimeError):
+    """An optional package is needed and not installed. The message says what to install."""
+
+
 class UnsupportedError(PhalanxError, NotImplementedError):
     """The combination asked for has no meaning; the message says what to use instead."""
 
