@@ -9,6 +9,7 @@ from phalanx.core.devices import (
     list_physical_devices,
     set_logical_device_configuration,
 )
+from phalanx.core.host_memory import retain_host_memory
 
 __all__ = [
     "LogicalDevice",
@@ -17,5 +18,6 @@ __all__ = [
     "get_logical_device_configuration",
     "list_logical_devices",
     "list_physical_devices",
+    "retain_host_memory",
     "set_logical_device_configuration",
 ]

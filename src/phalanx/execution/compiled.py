@@ -21,6 +21,7 @@ from phalanx.core import compat, lifting
 from phalanx.core import context as ctx
 from phalanx.core.distributed_variables import SyncOnReadVariable
 from phalanx.core.errors import ContextError, InvalidArgumentError, UnsupportedError
+from phalanx.core.host_memory import expect_model
 from phalanx.core.replica_context import MergePoint, ReplicaContext
 from phalanx.core.spmd import SpmdPerReplica, wrap_arguments
 from phalanx.core.structure import leaves, replace_leaves
@@ -175,6 +176,7 @@ class _CompiledRun:
         leaf_values = leaves(self._inputs)
         split = [i for i, x in enumerate(leaf_values) if isinstance(x, PerReplica)]
         arrays = [_global_array(leaf_values[i]) for i in split]
+        expect_model([x for x in leaf_values if isinstance(x, Mirrored | jax.Array)])
         layouts = [leaf_values[i].layout for i in split]
         variables = self._on_read_variables()
         held = [self._parent.held(v) for v in variables] if self._parent else []

@@ -19,6 +19,7 @@ from phalanx.core import compat, lifting
 from phalanx.core import context as ctx
 from phalanx.core.callsite import describe_traceback
 from phalanx.core.errors import StagedValueError
+from phalanx.core.host_memory import expect_model
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.core.variable_spec import live_variables
@@ -128,6 +129,7 @@ class Program:
         self._compiled = jax.jit(program, donate_argnums=0)
         self._looped = jax.jit(looped, donate_argnums=0)
         self._device = used.device
+        expect_model([*self.written, *self.read])
 
     @staticmethod
     def trace(fn: Callable[..., Any], call: Call) -> Program | list[Variable]:
