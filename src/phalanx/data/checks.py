@@ -1,0 +1,53 @@
+"""Checks of arguments: bad plans fail when they are made."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
+
+AUTOTUNE = -1
+"""Let Phalanx choose: how many elements to prefetch, how many calls to make in parallel."""
+
+
+def integer(value: Any, name: str, minimum: int | None = None) -> int:
+    """An int (of any integer type) that is at least `minimum`."""
+    if isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be an int. Received: {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidTypeError(
+            f"{name} must be an int. Received: {value!r} of type {type(value).__name__}"
+        ) from None
+    if minimum is not None and number < minimum:
+        raise InvalidValueError(f"{name} must be at least {minimum}. Received: {number}")
+    return number
+
+
+def seed(value: Any) -> int | None:
+    """An optional seed."""
+    return None if value is None else integer(value, "seed")
+
+
+def function(value: Any, name: str) -> Callable[..., Any]:
+    """Something that can be called."""
+    if not callable(value):
+        raise InvalidTypeError(
+            f"{name} needs a function. Received: {value!r} of type {type(value).__name__}"
+        )
+    return value
+
+
+def parallelism(value: Any) -> int | None:
+    """`num_parallel_calls`: None, AUTOTUNE or a positive number."""
+    if value is None:
+        return None
+    number = integer(value, "num_parallel_calls")
+    if number != AUTOTUNE and number < 1:
+        raise InvalidValueError(
+            f"num_parallel_calls must be positive, px.data.AUTOTUNE or None. Received: {number}"
+        )
+    return number

@@ -1,0 +1,129 @@
+"""Columns and chunks: how many elements travel together.
+
+A column is one leaf of many elements: an array with a leading dimension where all elements have one shape,
+a list where they have not. A chunk is some consecutive elements as columns. Nothing here changes an array
+that was handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column: TypeAlias = "NDArray[Any] | list[Any]"
+Indices: TypeAlias = "NDArray[np.int64]"
+
+
+class Chunk:
+    """Some consecutive elements, as flat columns in leaf order.
+
+    Examples:
+        >>> chunk = Chunk((np.arange(6).reshape(3, 2), np.array(["a", "b", "c"], object)), 3)
+        >>> chunk.element(1)
+        [array([2, 3]), 'b']
+        >>> chunk.take(np.array([2, 0])).columns[1].tolist()
+        ['c', 'a']
+    """
+
+    __slots__ = ("columns", "count")
+
+    def __init__(self, columns: Iterable[Column], count: int) -> None:
+        self.columns: tuple[Column, ...] = tuple(columns)
+        self.count = count
+
+    def rows(self, start: int, stop: int) -> Chunk:
+        """The elements from `start` to `stop`, as views."""
+        stop = min(stop, self.count)
+        if start == 0 and stop == self.count:
+            return self
+        return Chunk([column[start:stop] for column in self.columns], stop - start)
+
+    def take(self, indices: Indices) -> Chunk:
+        """The elements at `indices`; contiguous ones are views, others are copied into fresh arrays."""
+        return Chunk(gather_all(self.columns, indices), len(indices))
+
+    def element(self, index: int) -> list[Any]:
+        """The leaves of one element."""
+        return [column[index] for column in self.columns]
+
+    @staticmethod
+    def concat(chunks: Sequence[Chunk]) -> Chunk:
+        """The elements of one or more chunks behind each other."""
+        if len(chunks) == 1:
+            return chunks[0]
+        columns = zip(*(chunk.columns for chunk in chunks), strict=True)
+        return Chunk([join(parts) for parts in columns], sum(chunk.count for chunk in chunks))
+
+    @staticmethod
+    def of_elements(elements: Sequence[Sequence[Any]]) -> Chunk:
+        """A chunk from the leaves of each element; at least one element."""
+        return Chunk([stack(leaves) for leaves in zip(*elements, strict=True)], len(elements))
+
+    def __repr__(self) -> str:
+        kinds = [
+            f"list of {len(c)}" if isinstance(c, list) else f"{c.dtype}{c.shape}" for c in self.columns
+        ]
+        return f"Chunk({self.count}: {', '.join(kinds)})"
+
+
+def stack(leaves: Sequence[Any]) -> Column:
+    """One column from the leaves of several elements; they must have one dtype."""
+    first = leaves[0]
+    if isinstance(first, str | bytes):
+        column = np.empty(len(leaves), object)
+        column[:] = leaves
+        return column
+    if isinstance(first, np.ndarray | np.generic):
+        shape = first.shape
+        if all(leaf.shape == shape for leaf in leaves):
+            column = np.empty((len(leaves), *shape), first.dtype)
+            for i, leaf in enumerate(leaves):
+                column[i] = leaf
+            return column
+    return list(leaves)
+
+
+def join(parts: Sequence[Column]) -> Column:
+    """Columns behind each other."""
+    first = parts[0]
+    if all(not isinstance(part, list) for part in parts):
+        shape = first.shape[1:]  # type: ignore[union-attr]
+        if all(part.shape[1:] == shape for part in parts):  # type: ignore[union-attr]
+            return np.concatenate(parts)
+    return [leaf for part in parts for leaf in part]
+
+
+def gather_all(columns: Sequence[Column], indices: Indices) -> list[Column]:
+    """The rows of columns at `indices`: views if they are consecutive, fresh columns if not."""
+    where = _as_slice(indices)
+    if where is not None:
+        return [column[where] for column in columns]
+    return [
+        [column[i] for i in indices.tolist()]
+        if isinstance(column, list)
+        else column.take(indices, axis=0, mode="clip")
+        for column in columns
+    ]
+
+
+def _as_slice(indices: Indices) -> slice | None:
+    """The slice that stands for consecutive indices, or None."""
+    count = len(indices)
+    if count == 0:
+        return slice(0, 0)
+    start = int(indices[0])
+    if int(indices[-1]) - start != count - 1 or not (indices[1:] - indices[:-1] == 1).all():
+        return None
+    return slice(start, start + count)
+
+
+def read_only(column: Column) -> Column:
+    """The same column, so that nobody can write into it through what is handed out."""
+    if isinstance(column, list):
+        return [read_only(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in column]
+    view = column.view()
+    view.flags.writeable = False
+    return view

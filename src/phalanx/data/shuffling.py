@@ -1,0 +1,141 @@
+"""Shuffling with a buffer, without a loop over elements.
+
+The buffer is filled with the first elements. Then each step draws a slot: the element in it leaves, the next
+one of the input takes its place. At the end the buffer is emptied in random order. So the element that leaves
+in step t is the one that was put last into the slot drawn in step t: a "previous occurrence" problem,
+solved for many steps at once by sorting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.columns import Chunk, Column, Indices
+from phalanx.data.node import Cursor, Node, Run, SameElements, open_plan
+
+
+@dataclass(frozen=True, eq=False)
+class Shuffle(SameElements):
+    """The elements in random order, drawn from a buffer of `buffer_size` elements."""
+
+    buffer_size: int
+    seed: int | None = None
+    reshuffle_each_iteration: bool = True
+    moves = True
+    probe_below = True
+
+    def size(self, *inputs: int) -> int:
+        """As many as before."""
+        return inputs[0]
+
+    def open(self, run: Run) -> Cursor:
+        """Shuffle the input."""
+        rng = run.generator(self.seed, shuffles_in(self.input), self.reshuffle_each_iteration)
+        return _ShuffleCursor(open_plan(self.input, run), self.buffer_size, rng)
+
+
+def shuffles_in(node: Node) -> int:
+    """How many shuffles are on the way down from a node; the same however the plan is run."""
+    count = 0
+    while node.inputs and not node.starts_anew:
+        count += isinstance(node, Shuffle)
+        node = node.inputs[0]
+    return count
+
+
+def previous_occurrence(slots: Indices) -> Indices:
+    """For each position the last earlier position with the same slot, or -1.
+
+    Examples:
+        >>> previous_occurrence(np.array([5, 3, 5, 5, 3])).tolist()
+        [-1, -1, 0, 2, 1]
+    """
+    order = np.argsort(slots, kind="stable")
+    same = slots[order[1:]] == slots[order[:-1]]
+    previous = np.full(len(slots), -1)
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
+
+
+class _ShuffleCursor(Cursor):
+    def __init__(self, input_: Cursor, size: int, rng: np.random.Generator) -> None:
+        self.inputs = (input_,)
+        self._size, self._rng = size, rng
+        self._buffer: Chunk | None = None  # written to, so never handed out
+        self._order: Indices | None = None  # what is left to leave, once the input has ended
+
+    def _fill(self) -> None:
+        chunks, have = [], 0
+        while have < self._size and (chunk := self.inputs[0].read(self._size - have)) is not None:
+            chunks.append(chunk)
+            have += chunk.count
+        if not chunks:
+            self._order = np.empty(0, np.int64)
+            return
+        if have < self._size:
+            self._buffer = Chunk.concat(chunks)
+            self._order = self._rng.permutation(have)
+        else:
+            self._buffer = _own(chunks)
+
+    def read(self, limit: int) -> Chunk | None:
+        if self._buffer is None and self._order is None:
+            self._fill()
+        if self._order is None:
+            chunk = self._exchange(limit)
+            if chunk is not None:
+                return chunk
+            self._order = self._rng.permutation(self._size)
+        leaving, self._order = self._order[:limit], self._order[limit:]
+        if not len(leaving):
+            self._buffer = None
+            return None
+        assert self._buffer is not None
+        return self._buffer.take(leaving)
+
+    def _exchange(self, limit: int) -> Chunk | None:
+        """Let elements of the input in, and as many out."""
+        coming = self.inputs[0].read(limit)
+        if coming is None:
+            return None
+        assert self._buffer is not None
+        # Doubles are drawn one by one, so the order does not depend on how many are asked for at once.
+        slots = (self._rng.random(coming.count) * self._size).astype(np.int64)
+        previous = previous_occurrence(slots)
+        last = np.ones(len(slots), bool)
+        last[previous[previous >= 0]] = False
+        columns = [
+            _swap(held, new, slots, previous, last)
+            for held, new in zip(self._buffer.columns, coming.columns, strict=True)
+        ]
+        self._buffer = Chunk([held for held, _ in columns], self._size)
+        return Chunk([leaving for _, leaving in columns], coming.count)
+
+
+def _own(chunks: list[Chunk]) -> Chunk:
+    """The elements of chunks in columns that nobody else has."""
+    if len(chunks) > 1:
+        return Chunk.concat(chunks)
+    return Chunk([column.copy() for column in chunks[0].columns], chunks[0].count)
+
+
+def _swap(
+    held: Column, new: Column, slots: Indices, previous: Indices, last: NDArray[np.bool_]
+) -> tuple[Column, Column]:
+    """The held column with new elements in its slots, and the column of those that leave."""
+    if not isinstance(held, list) and not isinstance(new, list) and held.shape[1:] == new.shape[1:]:
+        leaving = held.take(slots, axis=0)
+        known = previous >= 0
+        leaving[known] = new[previous[known]]
+        held[slots[last]] = new[last]
+        return held, leaving
+    held = held if isinstance(held, list) else list(held)
+    out = [
+        new[p] if p >= 0 else held[s] for s, p in zip(slots.tolist(), previous.tolist(), strict=True)
+    ]
+    for t in np.flatnonzero(last).tolist():
+        held[slots[t]] = new[t]
+    return held, out
