@@ -277,7 +277,7 @@ class GatherCursor(Cursor):
 
     def __init__(self, numbers: Cursor, columns: Sequence[Column]) -> None:
         self.inputs = (numbers,)
-        self._columns = columns
+        self.columns = columns
 
     def read(self, limit: int) -> Chunk | None:
         """Elements made of rows: single ones, or batches where the numbers are batched."""
@@ -286,9 +286,9 @@ class GatherCursor(Cursor):
             return None
         (column,) = numbers.columns
         if isinstance(column, list):  # batches of different sizes
-            parts = [_fetch(self._columns, batch) for batch in column]
+            parts = [_fetch(self.columns, batch) for batch in column]
             return Chunk([list(leaves) for leaves in zip(*parts, strict=True)], numbers.count)
-        return Chunk(_fetch(self._columns, column), numbers.count)
+        return Chunk(_fetch(self.columns, column), numbers.count)
 
     def skip(self, count: int) -> int:
         """Leave out rows without fetching them."""
