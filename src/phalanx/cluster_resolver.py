@@ -2,8 +2,30 @@
 
 from phalanx.cluster.resolvers import (
     ClusterResolver,
+    GCEClusterResolver,
+    KubernetesClusterResolver,
+    KubernetesExecutableLocation,
+    SageMakerClusterResolver,
     SimpleClusterResolver,
+    SlurmClusterResolver,
     TFConfigClusterResolver,
+    TPUClusterResolver,
+    TPUSystemMetadata,
+    UnionClusterResolver,
+    UnionResolver,
 )
 
-__all__ = ["ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver"]
+__all__ = [
+    "ClusterResolver",
+    "GCEClusterResolver",
+    "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
+    "SageMakerClusterResolver",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "TPUClusterResolver",
+    "TPUSystemMetadata",
+    "UnionClusterResolver",
+    "UnionResolver",
+]

@@ -235,6 +235,7 @@ def test_definitions_check_their_types(make):
 
 
 def test_a_job_is_defined_once():
+    definition = ClusterDef(job=[JobDef(name="worker"), JobDef(name="worker", tasks={0: "a:1"})])
     with pytest.raises(ValueError, match=r"defined twice.* Received: jobs") as caught:
-        ClusterDef(job=[JobDef(name="worker"), JobDef(name="worker", tasks={0: "a:1"})])
+        ClusterSpec(definition)
     assert isinstance(caught.value, PhalanxError)

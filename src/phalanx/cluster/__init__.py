@@ -1,9 +1,12 @@
 """Who belongs to a cluster, and which member this process is.
 
 - `phalanx.cluster.spec`: the description of a cluster as plain data.
-- `phalanx.cluster.resolvers`: where that description comes from, one file per source.
+- `phalanx.cluster.definitions`: the same as messages, in TensorFlow's format.
+- `phalanx.cluster.resolvers`: where the description comes from, one file per source.
+- `phalanx.cluster.multi_worker`: which part a task has in training over several workers.
 """
 
-from phalanx.cluster.spec import ClusterDef, ClusterSpec, JobDef, ServerDef
+from phalanx.cluster.definitions import ClusterDef, JobDef, ServerDef
+from phalanx.cluster.spec import ClusterSpec
 
 __all__ = ["ClusterDef", "ClusterSpec", "JobDef", "ServerDef"]

@@ -1,97 +1,19 @@
 """A cluster as plain data: jobs, the tasks of each job, and the address of each task.
 
-`ClusterSpec` is what the library works with. `ClusterDef`, `JobDef` and `ServerDef` carry the
-fields of TensorFlow's messages of the same names, for code that builds or reads those.
+`ClusterSpec` is what the library works with. `ClusterDef`, `JobDef` and `ServerDef`, for code that
+builds or reads TensorFlow's messages, are in `phalanx.cluster.definitions`.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.cluster.definitions import ClusterDef, JobDef
+from phalanx.cluster.tasks import normal_tasks, text
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["ClusterDef", "ClusterSpec", "JobDef", "ServerDef"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobDef:
-    """One job of a cluster: its name, and the address of each task by index.
-
-    Indices that are missing belong to tasks that are not known. `tasks` is stored as a dict,
-    sorted by index.
-
-    >>> JobDef(name="worker", tasks={1: "host1:2222", 0: "host0:2222"}).tasks
-    {0: 'host0:2222', 1: 'host1:2222'}
-    """
-
-    name: str = ""
-    tasks: Mapping[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        name = _text(self.name, "The name of a job")
-        # Frozen for its users; this is still its construction.
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "tasks", _normal_tasks(name, self.tasks))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterDef:
-    """All jobs of a cluster, as a sequence of `JobDef`.
-
-    No two jobs have the same name.
-
-    >>> cluster = ClusterDef(job=[JobDef(name="ps", tasks={0: "host2:2222"})])
-    >>> [job.name for job in cluster.job]
-    ['ps']
-    """
-
-    job: Sequence[JobDef] = ()
-
-    def __post_init__(self) -> None:
-        jobs: object = self.job
-        if not isinstance(jobs, list | tuple) or not all(isinstance(job, JobDef) for job in jobs):
-            raise InvalidTypeError(
-                "`job` must be a list of JobDef objects, for example "
-                f"[JobDef(name='worker', tasks={{0: 'host0:2222'}})]. Received: {jobs!r}"
-            )
-        object.__setattr__(self, "job", tuple(jobs))
-        names = [job.name for job in self.job]
-        if len(set(names)) < len(names):
-            raise InvalidValueError(
-                f"A job is defined twice. List all tasks of a job in one JobDef. Received: jobs {names}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerDef:
-    """One server: the cluster it belongs to, which task it is, and how to reach it.
-
-    `default_session_config` and `cluster_device_filters` are kept as they are given; nothing
-    here reads them. `port` 0 means the port in the task's address.
-
-    >>> cluster = ClusterSpec({"worker": ["host0:2222"]}).as_cluster_def()
-    >>> ServerDef(cluster=cluster, job_name="worker", protocol="grpc").task_index
-    0
-    """
-
-    cluster: ClusterDef = field(default_factory=ClusterDef)
-    job_name: str = ""
-    replica: int = 0
-    task_index: int = 0
-    default_session_config: Any = None
-    protocol: str = ""
-    port: int = 0
-    cluster_device_filters: Any = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.cluster, ClusterDef):
-            raise InvalidTypeError(
-                "`cluster` must be a ClusterDef; a ClusterSpec gives one with `as_cluster_def()`. "
-                f"Received: {self.cluster!r}"
-            )
+__all__ = ["ClusterSpec"]
 
 
 class ClusterSpec:
@@ -117,7 +39,7 @@ class ClusterSpec:
         if isinstance(cluster, ClusterSpec):
             cluster = cluster._tasks
         elif isinstance(cluster, ClusterDef):
-            cluster = {job.name: job.tasks for job in cluster.job}
+            cluster = _unique_jobs(cluster)
         if not isinstance(cluster, Mapping):
             raise InvalidTypeError(
                 "`cluster` must be a dict from job names to addresses, for example "
@@ -125,7 +47,7 @@ class ClusterSpec:
                 f"Received: {cluster!r}"
             )
         self._tasks: dict[str, dict[int, str]] = {
-            _text(name, "The name of a job"): _normal_tasks(name, tasks)
+            text(name, "The name of a job"): normal_tasks(f"job {name!r}", tasks)
             for name, tasks in cluster.items()
         }
 
@@ -194,7 +116,7 @@ class ClusterSpec:
         'host1:2222'
         """
         tasks = self._job(job_name)
-        if task_index not in tasks:
+        if not _has(tasks, task_index):
             raise InvalidValueError(
                 f"Job {job_name!r} has no such task. Use an index of {list(tasks)}. "
                 f"Received: task_index={task_index!r}"
@@ -211,31 +133,18 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def _job(self, job_name: str) -> dict[int, str]:
-        if job_name not in self._tasks:
+        if not _has(self._tasks, job_name):
             raise InvalidValueError(
                 f"The cluster has no such job. Use one of {self.jobs}. Received: job_name={job_name!r}"
             )
         return self._tasks[job_name]
 
 
-def task_index(value: object, what: str = "A task index") -> int:
-    """Returns a task index as an int; digits in a string count, because JSON keys are strings.
-
-    `what` begins the message of the error for anything that is not a whole number from 0.
-
-    >>> task_index("3")
-    3
-    """
-    problem = f"{what} must be a whole number from 0, such as 0 or '0'. Received: {value!r}"
+def _has(mapping: Mapping[Any, object], key: object) -> bool:
     try:
-        index = int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise InvalidTypeError(problem) from error
-    except ValueError as error:
-        raise InvalidValueError(problem) from error
-    if index < 0:
-        raise InvalidValueError(problem)
-    return index
+        return key in mapping
+    except TypeError:  # a key without a hash, such as a list
+        return False
 
 
 def _list_or_dict(tasks: dict[int, str]) -> list[str] | dict[int, str]:
@@ -243,27 +152,11 @@ def _list_or_dict(tasks: dict[int, str]) -> list[str] | dict[int, str]:
     return list(tasks.values()) if tasks and has_no_gaps else dict(tasks)
 
 
-def _normal_tasks(job_name: str, tasks: object) -> dict[int, str]:
-    if isinstance(tasks, list | tuple):
-        tasks = dict(enumerate(tasks))
-    if not isinstance(tasks, Mapping):
-        raise InvalidTypeError(
-            f"The tasks of job {job_name!r} must be a list of addresses, for example "
-            "['host0:2222'], or a dict from index to address, for example {0: 'host0:2222'}. "
-            f"Received: {tasks!r}"
-        )
-    indices = [task_index(key, f"A task index of job {job_name!r}") for key in tasks]
-    if len(set(indices)) < len(indices):
+def _unique_jobs(definition: ClusterDef) -> dict[str, Mapping[int, str]]:
+    jobs = {job.name: job.tasks for job in definition.job}
+    if len(jobs) < len(definition.job):
+        names = [job.name for job in definition.job]
         raise InvalidValueError(
-            f"A task of job {job_name!r} is given twice. Write each index once. Received: {tasks!r}"
+            f"A job is defined twice. List all tasks of a job in one JobDef. Received: jobs {names}"
         )
-    addresses = [_text(address, f"A task address of job {job_name!r}") for address in tasks.values()]
-    return dict(sorted(zip(indices, addresses, strict=True)))
-
-
-def _text(value: object, what: str) -> str:
-    if isinstance(value, bytes):
-        return value.decode()
-    if not isinstance(value, str):
-        raise InvalidTypeError(f"{what} must be a string. Received: {value!r}")
-    return value
+    return dict(jobs)

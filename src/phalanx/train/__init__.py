@@ -1,6 +1,6 @@
 """`px.train`: what training loops need around the step."""
 
-from phalanx.cluster.spec import ClusterDef, ClusterSpec, JobDef, ServerDef
+from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
 from phalanx.train.accumulate import accumulate_gradients
 from phalanx.train.loop import LoopResults, loop
 from phalanx.train.metrics import Accuracy, Mean, Sum

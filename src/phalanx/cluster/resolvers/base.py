@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.cluster.spec import ClusterSpec
 
-__all__ = ["ClusterResolver", "master_url"]
+__all__ = ["ClusterResolver", "local_accelerators", "master_url"]
 
 
 def master_url(address: str, rpc_layer: str | None) -> str:
@@ -24,12 +24,21 @@ def master_url(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
+def local_accelerators() -> dict[str, int]:
+    """Counts the accelerators that JAX sees in this process, by kind. Starts JAX."""
+    # Late, because describing a cluster must work where JAX may not start yet.
+    import jax
+
+    platforms = (device.platform for device in jax.local_devices())
+    return dict(Counter(platform.upper() for platform in platforms if platform != "cpu"))
+
+
 class ClusterResolver(abc.ABC):
     """Tells a strategy who is in the cluster and which task this process is.
 
     A subclass defines `cluster_spec` and `master`. Both are asked anew whenever the answer is
-    needed, so a resolver may follow a cluster that changes. `task_type` and `task_id` can be set;
-    they are None until then, unless the subclass knows better.
+    needed, so a resolver may follow a cluster that changes. `task_type`, `task_id` and `rpc_layer`
+    can be set; they are None until then, unless the subclass knows better.
 
     >>> from phalanx.cluster import ClusterSpec
     >>> class OneHost(ClusterResolver):
@@ -46,6 +55,7 @@ class ClusterResolver(abc.ABC):
     # Defaults on the class, so that a subclass need not call super().__init__.
     _task_type: str | None = None
     _task_id: int | None = None
+    _rpc_layer: str | None = None
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -79,11 +89,7 @@ class ClusterResolver(abc.ABC):
         {'GPU': 8}
         """
         self.master(task_type, task_id)  # raises if there is no such task
-        # Late, because describing a cluster must work where JAX may not start yet.
-        import jax
-
-        platforms = (device.platform for device in jax.local_devices())
-        return dict(Counter(platform.upper() for platform in platforms if platform != "cpu"))
+        return local_accelerators()
 
     @property
     def task_type(self) -> str | None:
@@ -107,3 +113,21 @@ class ClusterResolver(abc.ABC):
     def environment(self) -> str | None:
         """A name for the surroundings the program runs in; '' if there is nothing to say."""
         return ""
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol between tasks, such as 'grpc'; None if it is not known."""
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def _task_url(self, task_type: str | None, task_id: int | None, rpc_layer: str | None) -> str:
+        """The address of the given task, or else of this one; '' if this one is not known either."""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return master_url(address, rpc_layer or self.rpc_layer)

@@ -11,12 +11,12 @@ Each key is optional, and checked when it is needed.
 
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
 from phalanx.cluster.resolvers.base import ClusterResolver, master_url
-from phalanx.cluster.spec import ClusterSpec, task_index
+from phalanx.cluster.resolvers.environment import json_variable
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.cluster.tasks import task_index
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["TFConfigClusterResolver"]
@@ -32,18 +32,6 @@ _EXAMPLES = {
     "session_master": '"session_master": "host0:2222"',
 }
 _FULL_EXAMPLE = f"{{{_EXAMPLES['cluster']}, {_EXAMPLES['task']}}}"
-
-
-class _InvalidJsonError(InvalidValueError, json.JSONDecodeError):
-    """TF_CONFIG is not JSON."""
-
-    def __init__(self, msg: str, doc: str, pos: int) -> None:
-        super().__init__(msg, doc, pos)
-        message = (
-            f"{_VARIABLE} is not valid JSON: {msg} at line {self.lineno}, column {self.colno}. "
-            f"Write for example {_FULL_EXAMPLE}, or unset the variable. Received: {doc!r}"
-        )
-        self.args = (message,)
 
 
 class _WrongKeyError(InvalidValueError, InvalidTypeError):
@@ -107,13 +95,14 @@ class TFConfigClusterResolver(ClusterResolver):
         cluster = _cluster(config)
         if _has_at_most_one_task(cluster):
             return ""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None:
-            raise _wrong_key("task.type", "is needed to find this process in the cluster", None)
-        if task_id is None:
-            raise _wrong_key("task.index", "is needed to find this process in the cluster", None)
-        address = cluster.task_address(task_type, task_id)
+        given_type = self._task_type if task_type is None else task_type
+        given_id = self._task_id if task_id is None else task_id
+        task_type = _listed_type(config, cluster) if given_type is None else given_type
+        if given_id is None:
+            # Only an index of the type that stands next to it can be wrong for that type.
+            among = cluster.task_indices(task_type) if given_type is None else None
+            given_id = _listed_id(config, task_type, among)
+        address = cluster.task_address(task_type, given_id)
         return master_url(address, self.rpc_layer if rpc_layer is None else rpc_layer)
 
     @property
@@ -152,14 +141,11 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def _read_config() -> dict[str, Any]:
-    text = os.environ.get(_VARIABLE, "{}")
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _InvalidJsonError(error.msg, error.doc, error.pos) from None
+    config = json_variable(_VARIABLE, default={}, example=_FULL_EXAMPLE)
     if not isinstance(config, dict):
         raise _WrongKeyError(
-            f"{_VARIABLE} must be a JSON object. Write for example {_FULL_EXAMPLE}. Received: {text!r}"
+            f"{_VARIABLE} must be a JSON object. Write for example {_FULL_EXAMPLE}. "
+            f"Received: {config!r}"
         )
     return config
 
@@ -189,6 +175,21 @@ def _task_id(config: dict[str, Any]) -> int | None:
         return task_index(task["index"])
     except (InvalidTypeError, InvalidValueError) as error:
         raise _wrong_key("task.index", "must be a whole number from 0", task["index"]) from error
+
+
+def _listed_type(config: dict[str, Any], cluster: ClusterSpec) -> str:
+    task_type = _task_type(config)
+    if task_type not in cluster.jobs:
+        raise _wrong_key("task.type", f"must be a job of the cluster: {cluster.jobs}", task_type)
+    return task_type
+
+
+def _listed_id(config: dict[str, Any], task_type: str, among: list[int] | None) -> int:
+    task_id = _task_id(config)
+    if task_id is None or (among is not None and task_id not in among):
+        known = "" if among is None else f": {among}"
+        raise _wrong_key("task.index", f"must be a task of job {task_type!r}{known}", task_id)
+    return task_id
 
 
 def _task(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""An instance group of Google Compute Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.clients import google_service
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.core.errors import UnsupportedError
+
+__all__ = ["GCEClusterResolver"]
+
+
+class GCEClusterResolver(ClusterResolver):
+    """Describes the running instances of an instance group; all of them have one job.
+
+    The instances are asked for at each call. Tasks are numbered in the order of their addresses as
+    text. Which of them this process is has to be said with `task_id`.
+
+    Args:
+        project: the project of the instance group.
+        zone: the zone of the instance group.
+        instance_group: the name of the instance group.
+        port: the port of every task.
+        task_type: the job of the instances. It cannot be changed later.
+        task_id: the index of this process.
+        rpc_layer: the protocol between tasks.
+        credentials: the credentials to ask with; by default those of the surroundings.
+        service: what ``googleapiclient.discovery.build("compute", "v1")`` returns; by default it is
+            made, which needs the extra ``phalanx[gcp]``.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int = 0,
+        rpc_layer: str | None = "grpc",
+        credentials: Any = "default",
+        service: Any = None,
+    ) -> None:
+        self._project = project
+        self._zone = zone
+        self._instance_group = instance_group
+        self._port = port
+        self._task_type: str = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._service = service or google_service(
+            "compute", "v1", credentials, user="GCEClusterResolver"
+        )
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the instances that are running now."""
+        addresses = sorted(f"{self._address(name)}:{self._port}" for name in self._running())
+        return ClusterSpec({self._task_type: addresses})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of a task, by default this process's."""
+        return self._task_url(task_type, task_id, rpc_layer)
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of the instances, which was given to the constructor."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        raise UnsupportedError(
+            "The task type of a GCEClusterResolver is that of its instance group. Give it to the "
+            f"constructor: GCEClusterResolver(..., task_type={task_type!r}). Received: {task_type!r}"
+        )
+
+    def _running(self) -> Iterator[str]:
+        groups = self._service.instanceGroups()
+        request = groups.listInstances(
+            project=self._project,
+            zone=self._zone,
+            instanceGroup=self._instance_group,
+            body={"instanceState": "RUNNING"},
+            orderBy="name",
+        )
+        while request is not None:
+            response = request.execute()
+            for item in response.get("items", []):
+                yield item["instance"].rpartition("/")[2]
+            request = groups.listInstances_next(previous_request=request, previous_response=response)
+
+    def _address(self, instance: str) -> str:
+        details = (
+            self._service.instances()
+            .get(project=self._project, zone=self._zone, instance=instance)
+            .execute()
+        )
+        return str(details["networkInterfaces"][0]["networkIP"])

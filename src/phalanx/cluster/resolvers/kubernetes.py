@@ -1,0 +1,147 @@
+"""The pods of a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.clients import optional_module
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.core.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
+
+__all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where this program runs, which decides how it finds the Kubernetes API."""
+
+    WITHIN_CLUSTER = 0
+    """In a pod: the service account of the pod is used."""
+    OFF_CLUSTER = 1
+    """Elsewhere: the file that `kubectl` uses is used."""
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """Describes the pods that match label selectors.
+
+    The pods are asked for at each call, and all of them must be running. The tasks of a job are the
+    pods of its first selector, then of the next, each in the order of their names. Numbers in names
+    count as numbers, so that the task index is the index of an indexed Job or a StatefulSet.
+
+    Which pod this process is in has to be said: set `task_type` and `task_id`.
+
+    >>> from types import SimpleNamespace as Object
+    >>> def pod(name, address):
+    ...     status = Object(phase="Running", host_ip=address)
+    ...     return Object(metadata=Object(name=name), status=status)
+    >>> class Client:
+    ...     def list_pod_for_all_namespaces(self, label_selector):
+    ...         return Object(items=[pod("train-1", "10.0.0.5"), pod("train-0", "10.0.0.4")])
+    >>> resolver = KubernetesClusterResolver({"worker": ["job-name=train"]}, override_client=Client())
+    >>> resolver.cluster_spec()
+    ClusterSpec({'worker': ['10.0.0.4:8470', '10.0.0.5:8470']})
+    >>> resolver.task_type, resolver.task_id = "worker", 1
+    >>> resolver.master()
+    'grpc://10.0.0.5:8470'
+
+    Args:
+        job_to_label_mapping: the label selectors of each job; by default
+            ``{"worker": ["job-name=tensorflow"]}``.
+        tf_server_port: the port of every task.
+        rpc_layer: the protocol between tasks.
+        override_client: a ``kubernetes.client.CoreV1Api`` to use; by default one is made, which needs
+            the extra ``phalanx[kubernetes]``.
+        executable_location: where to find the API; not used with `override_client`.
+        namespace: the namespace of the pods; by default all are searched, which needs more rights.
+        use_pod_ip: takes the address of the pod instead of that of its node. Pods that share a node, or
+            do not use its network, need this.
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
+        *,
+        namespace: str | None = None,
+        use_pod_ip: bool = False,
+    ) -> None:
+        self._selectors = _checked_selectors(
+            job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
+        )
+        self._port = tf_server_port
+        self._rpc_layer = rpc_layer
+        self._namespace = namespace
+        self._use_pod_ip = use_pod_ip
+        self._client = override_client or _client(executable_location)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the pods as they are now; a RuntimeError if one of them is not running."""
+        return ClusterSpec(
+            {
+                job: [self._address(pod) for selector in selectors for pod in self._pods(selector)]
+                for job, selectors in self._selectors.items()
+            }
+        )
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of a task, by default this process's; '' if that is not known."""
+        return self._task_url(task_type, task_id, rpc_layer)
+
+    def _pods(self, selector: str) -> list[Any]:
+        if self._namespace is None:
+            answer = self._client.list_pod_for_all_namespaces(label_selector=selector)
+        else:
+            answer = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
+        return sorted(answer.items, key=lambda pod: _natural_order(pod.metadata.name))
+
+    def _address(self, pod: Any) -> str:
+        address = pod.status.pod_ip if self._use_pod_ip else pod.status.host_ip
+        if pod.status.phase != "Running" or not address:
+            raise ClusterEnvironmentError(
+                "All pods of the cluster must be running. Wait for this one, or delete it. "
+                f"Received: pod {pod.metadata.name!r}, phase {pod.status.phase!r}, address {address!r}"
+            )
+        return f"{address}:{self._port}"
+
+
+def _checked_selectors(mapping: object) -> dict[str, list[str]]:
+    if not isinstance(mapping, Mapping) or not all(
+        isinstance(selectors, list | tuple) for selectors in mapping.values()
+    ):
+        raise InvalidTypeError(
+            "`job_to_label_mapping` must be a dict from job names to lists of label selectors, for "
+            f"example {{'worker': ['job-name=train']}}. Received: {mapping!r}"
+        )
+    return {job: list(selectors) for job, selectors in mapping.items()}
+
+
+def _client(location: object) -> Any:
+    user, extra, instead = "KubernetesClusterResolver", "kubernetes", "override_client"
+    config = optional_module("kubernetes.config", user, extra, instead)
+    client = optional_module("kubernetes.client", user, extra, instead)
+    if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
+        config.load_incluster_config()
+    elif location is KubernetesExecutableLocation.OFF_CLUSTER:
+        config.load_kube_config()
+    else:
+        raise InvalidValueError(
+            f"`executable_location` must be a KubernetesExecutableLocation. Received: {location!r}"
+        )
+    return client.CoreV1Api()
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers in names as numbers, so that train-2 comes before train-10."""
+    pieces = re.split(r"([0-9]+)", name)  # texts and the numbers between them
+    return [(int(piece) if i % 2 else -1, piece) for i, piece in enumerate(pieces)]
