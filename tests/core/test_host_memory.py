@@ -71,5 +71,6 @@ def test_a_bad_switch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("PHALANX_RETAIN_HOST_MEMORY", "yes")
     monkeypatch.setattr(host_memory, "LARGE_MODEL_BYTES", 1)
+    variable = px.Variable(1.0)
     with pytest.raises(ValueError, match=r"PHALANX_RETAIN_HOST_MEMORY must be 0 or 1. Received: 'yes'"):
-        px.function(lambda v=px.Variable(1.0): v.assign_add(1.0))()
+        px.function(lambda: variable.assign_add(1.0))()

@@ -36,8 +36,8 @@ def retain_host_memory() -> bool:
     Steps of large models on CPU devices need it: with 23 MB of parameters they took 0.73, 0.55 and
     0.56 of the time on 2, 4 and 8 devices. Phalanx does most of it by itself before the first step of a
     model of 12 MB or more on CPU devices, unless the environment variable PHALANX_RETAIN_HOST_MEMORY
-    is 0. Call it before the first use of a device if a step needs more than 64 MB at once on a device: then
-    all threads share one pool of memory, which makes steps of small models slower, by up to a third.
+    is 0. Call it before the first use of a device if a step needs more than 64 MB at once on a device:
+    then all threads share one pool of memory, which makes steps of small models up to a third slower.
 
     Returns:
         Whether it was done. Only the GNU C library can do it.
@@ -54,7 +54,8 @@ def _set(settings: dict[int, int]) -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(parameter, value) for parameter, value in settings.items()])
+    done = [mallopt(parameter, value) for parameter, value in settings.items()]
+    return all(done)
 
 
 def expect_model(parameters: Sequence[Any]) -> None:

@@ -8,13 +8,18 @@ return them.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+import jax
 
 from phalanx.core import compat
 from phalanx.core.errors import ContextError
+
+T = TypeVar("T")
 
 
 class Lifting:
@@ -51,6 +56,16 @@ class Lifting:
         """Write a variable."""
         self._check_level(variable)
         self.written[variable] = value
+        _forget_staged_code()
+
+    def check_read(self) -> None:
+        """Before a read: code that JAX stages on its own must not be found in its caches later.
+
+        JAX caches the bodies of jax.jit, lax.scan and the like by function, and takes it that what they
+        capture never changes. A variable may hold something else when the same body comes again.
+        """
+        if not _current.apart and compat.staging_since(self._trace):
+            raise _CapturedInStagedCode
 
     def _check_level(self, variable: Any) -> None:
         if compat.staging_since(self._trace):
@@ -67,6 +82,7 @@ class Substitution(Lifting):
     def __init__(self, held: Mapping[Any, Any], parent: Lifting | None) -> None:
         super().__init__(held)
         self._parent = parent
+        self.has_written = False
         self.device = None if parent is None else parent.device
 
     def held(self, variable: Any) -> Any:
@@ -90,14 +106,54 @@ class Substitution(Lifting):
             with lifted(None):
                 variable._set_now(value)
         self._held.pop(variable, None)
+        self.has_written = True
+        _forget_staged_code()
+
+
+class _CapturedInStagedCode(BaseException):
+    """A variable was read in code that JAX stages on its own; trace again with its caches set apart."""
 
 
 class _Current(threading.local):
     def __init__(self) -> None:
         self.stack: list[Lifting | None] = []
+        self.apart = False
 
 
 _current = _Current()
+_cache_key = jax.make_user_context()
+_fresh = itertools.count(1)
+
+
+def tracing(trace: Callable[[], T], repeatable: Callable[[], bool] = lambda: True) -> T:
+    """Call a function that traces with a lifting.
+
+    If code that JAX stages on its own reads a variable, the function is called once more, with JAX's
+    caches set apart. It must not have had an effect by then, which `repeatable` tells.
+    """
+    if _current.apart or enclosing():
+        return trace()
+    try:
+        return trace()
+    except _CapturedInStagedCode:
+        if not repeatable():
+            raise ContextError(
+                "A function that JAX stages on its own (jax.jit, lax.scan, …) read a variable after "
+                "another one had been written. Give the value to that function as an argument, or "
+                "run the whole step in px.function."
+            ) from None
+    _current.apart = True
+    try:
+        with _cache_key(next(_fresh)):
+            return trace()
+    finally:
+        _current.apart = False
+
+
+def _forget_staged_code() -> None:
+    """Variables hold something else from now on: staged bodies must not be reused."""
+    if _current.apart:
+        _cache_key(next(_fresh)).__enter__()  # what was before comes back when `tracing` ends
 
 
 def current() -> Lifting | None:
@@ -114,7 +170,9 @@ def enclosing() -> list[Lifting]:
 def lifted(lifting: Lifting | None) -> Iterator[None]:
     """Trace with a lifting, or without one."""
     _current.stack.append(lifting)
+    _forget_staged_code()
     try:
         yield
     finally:
         _current.stack.pop()
+        _forget_staged_code()

@@ -176,6 +176,7 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         """What the variable holds: an array, or a distributed value with all copies."""
         program = lifting.current()
         if program is not None:
+            program.check_read()
             return program.held(self)
         if compat.is_staging():
             raise ContextError(

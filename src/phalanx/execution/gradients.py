@@ -56,14 +56,17 @@ def value_and_grad(
     @functools.wraps(fn)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         parent = lifting.current()
+        made: list[lifting.Substitution] = []
 
         def of_values(values: Any) -> Any:
             held = {v: _as_held(v, x) for v, x in zip(listed, jax.tree.leaves(values), strict=True)}
-            with lifting.lifted(lifting.Substitution(held, parent)):
+            made.append(lifting.Substitution(held, parent))
+            with lifting.lifted(made[-1]):
                 return fn(*args, **kwargs)
 
         values = jax.tree.map(lambda v: jnp.asarray(v.value()), variables)
-        return jax.value_and_grad(of_values, has_aux=has_aux)(values)
+        both = jax.value_and_grad(of_values, has_aux=has_aux)
+        return lifting.tracing(lambda: both(values), lambda: not made[-1].has_written)
 
     return differentiated
 

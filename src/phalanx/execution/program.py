@@ -152,7 +152,7 @@ class Program:
         shapes = [_shape_of(v) for v in variables]
         arguments = [compat.shape_of(x) for x in call.arrays]
         try:
-            closed, _ = compat.jaxpr_and_result(staged, shapes, arguments)
+            closed, _ = lifting.tracing(lambda: compat.jaxpr_and_result(staged, shapes, arguments))
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
             raise StagedValueError(
                 "Python code asked for a value that the compiled function only computes later, at "
