@@ -1,0 +1,225 @@
+"""The wire format of `Example` messages, as far as they need it.
+
+* ``Example`` has ``Features features = 1``
+* ``Features`` has ``map<string, Feature> feature = 1``
+* ``Feature`` has one of ``BytesList bytes_list = 1``, ``FloatList float_list = 2`` and
+  ``Int64List int64_list = 3``
+* each list has ``repeated value = 1``, of bytes, floats or integers; numbers are packed
+
+A message is a row of fields: a tag (number and wire type), then the value. Unknown fields are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.core.errors import InvalidArgumentError
+
+UNSET, BYTES, FLOAT, INT64 = 0, 1, 2, 3
+KINDS = {BYTES: "bytes_list", FLOAT: "float_list", INT64: "int64_list"}
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_CONTINUES = 0x80
+_LONGEST = 10  # bytes of a varint
+
+Numbers = np.ndarray[Any, np.dtype[Any]]
+Field = tuple[int, int, int, int]
+"""The number of a field, its wire type, and where its value starts and ends."""
+
+
+class Malformed(Exception):
+    """Bytes are not a message of the expected kind; the message says why."""
+
+
+class Values(NamedTuple):
+    """The values of a feature as they travel: byte strings, or packed numbers in pieces."""
+
+    kind: int
+    parts: list[bytes]
+
+
+# -- reading ------------------------------------------------------------------------------
+
+
+def scan(data: bytes) -> dict[bytes, Values]:
+    """The features of a serialized `Example`, by name."""
+    found: dict[bytes, Values] = {}
+    try:
+        for number, wire, start, stop in _fields(data, 0, len(data)):
+            if number == 1 and wire == _BYTES:
+                for inner, inner_wire, a, b in _fields(data, start, stop):
+                    if inner == 1 and inner_wire == _BYTES:
+                        _scan_entry(data, a, b, found)
+    except IndexError:
+        raise Malformed("it ends in the middle of a field") from None
+    return found
+
+
+def _scan_entry(data: bytes, at: int, end: int, found: dict[bytes, Values]) -> None:
+    key, messages = b"", []
+    for number, wire, start, stop in _fields(data, at, end):
+        if wire == _BYTES:
+            if number == 1:
+                key = data[start:stop]
+            elif number == 2:
+                messages.append((start, stop))
+    found[key] = _scan_feature(data, messages)
+
+
+def _scan_feature(data: bytes, messages: Iterable[tuple[int, int]]) -> Values:
+    values = Values(UNSET, [])
+    for start, stop in messages:
+        for kind, wire, a, b in _fields(data, start, stop):
+            if wire == _BYTES and kind in KINDS:
+                if values.kind != kind:  # the last kind counts
+                    values = Values(kind, [])
+                _scan_list(data, a, b, values)
+    return values
+
+
+def _scan_list(data: bytes, at: int, end: int, values: Values) -> None:
+    kind, parts = values
+    for number, wire, start, stop in _fields(data, at, end):
+        if number != 1:
+            continue
+        if wire == _BYTES:
+            if kind == FLOAT and (stop - start) % 4:
+                raise Malformed(f"{stop - start} bytes are no whole number of floats")
+            if kind == INT64 and stop > start and data[stop - 1] >= _CONTINUES:
+                raise Malformed("a list of integers ends in the middle of one")
+        elif (kind, wire) not in ((FLOAT, _FIXED32), (INT64, _VARINT)):
+            raise Malformed(f"a value of {KINDS[kind]} has the wire type {wire}")
+        parts.append(data[start:stop])
+
+
+def _fields(data: bytes, at: int, end: int) -> list[Field]:
+    """The fields of a message; an IndexError if it ends in the middle of one and of the data."""
+    fields = []
+    while at < end:
+        tag = data[at]
+        at += 1
+        if tag >= _CONTINUES:
+            tag, at = _varint(data, at - 1)
+        wire = tag & 7
+        start = at
+        if wire == _BYTES:
+            size = data[at]
+            start = at + 1
+            if size >= _CONTINUES:
+                size, start = _varint(data, at)
+            at = start + size
+        elif wire == _VARINT:
+            _, at = _varint(data, at)
+        elif wire == _FIXED32:
+            at += 4
+        elif wire == _FIXED64:
+            at += 8
+        else:
+            raise Malformed(f"there is no wire type {wire}")
+        if tag < 8:
+            raise Malformed("there is no field number 0")
+        if at > end:
+            raise Malformed("it ends in the middle of a field")
+        fields.append((tag >> 3, wire, start, at))
+    return fields
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 7 * _LONGEST, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < _CONTINUES:
+            return value, at
+    raise Malformed(f"an integer has more than {_LONGEST} bytes")
+
+
+def floats(parts: Sequence[bytes]) -> Numbers:
+    """The numbers of a FloatList."""
+    return np.frombuffer(bytearray().join(parts), "<f4")  # writable, as a bytearray is
+
+
+def integers(parts: Sequence[bytes]) -> tuple[Numbers, Numbers]:
+    """The numbers of one or more Int64Lists, and where each of them ends among the bytes."""
+    data = np.frombuffer(b"".join(parts), np.uint8)
+    last = np.flatnonzero(data < _CONTINUES)
+    if len(last) == len(data):  # all below 128
+        return data.astype(np.int64), last + 1
+    first = np.empty_like(last)
+    first[:1], first[1:] = 0, last[:-1] + 1
+    extra = last - first
+    longest = int(extra.max())
+    if longest >= _LONGEST:
+        raise Malformed(f"an integer has more than {_LONGEST} bytes")
+    values = (data[first] & np.uint8(0x7F)).astype(np.uint64)
+    for i in range(1, longest + 1):
+        chosen = np.flatnonzero(extra >= i)
+        byte = (data[first[chosen] + i] & np.uint8(0x7F)).astype(np.uint64)
+        values[chosen] |= byte << np.uint64(7 * i)
+    return values.view(np.int64), last + 1
+
+
+# -- writing ------------------------------------------------------------------------------
+
+
+def write_example(features: Mapping[str, Values | None]) -> bytes:
+    """A serialized `Example`, with features in the order of their names."""
+    entries = []
+    for key in sorted(features, key=str.encode):
+        values = features[key]
+        feature = b"" if values is None else _field(values.kind, _write_list(values))
+        entries.append(_field(1, _field(1, key.encode()) + _field(2, feature)))
+    return _field(1, b"".join(entries))
+
+
+def _write_list(values: Values) -> bytes:
+    if values.kind == BYTES:
+        return b"".join(_field(1, part) for part in values.parts)
+    packed = b"".join(values.parts)
+    return _field(1, packed) if packed else b""
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """Numbers as a FloatList holds them."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, np.float64).astype("<f4").tobytes()
+
+
+def pack_integers(values: Sequence[int]) -> bytes:
+    """Numbers as an Int64List holds them."""
+    left = np.asarray(values, np.int64).view(np.uint64)
+    columns = np.empty((len(left), _LONGEST), np.uint8)
+    used = np.zeros((len(left), _LONGEST), bool)
+    for i in range(_LONGEST):
+        used[:, i] = (left > 0) if i else True
+        if not used[:, i].any():
+            break
+        columns[:, i] = left & np.uint64(0x7F)
+        left = left >> np.uint64(7)
+        columns[:, i] |= np.where(left > 0, np.uint8(_CONTINUES), np.uint8(0))
+    return columns[used].tobytes()
+
+
+def _field(number: int, value: bytes) -> bytes:
+    return bytes([number << 3 | _BYTES]) + _length(len(value)) + value
+
+
+def _length(value: int) -> bytes:
+    data = bytearray()
+    while value >= _CONTINUES:
+        data.append(value & 0x7F | _CONTINUES)
+        value >>= 7
+    data.append(value)
+    return bytes(data)
+
+
+def malformed(what: str, reason: Malformed, data: bytes) -> InvalidArgumentError:
+    """The error for bytes that are no `Example`."""
+    shown = data[:24].hex(" ") + (" …" if len(data) > 24 else "")
+    return InvalidArgumentError(
+        f"{what} is not a serialized Example: {reason}. Received: {len(data)} bytes, {shown or 'empty'}"
+    )
