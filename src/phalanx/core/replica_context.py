@@ -14,6 +14,7 @@ import numpy as np
 
 from phalanx.core import compat
 from phalanx.core import context as ctx
+from phalanx.core.calls import check_arguments
 from phalanx.core.devices import short_name
 from phalanx.core.errors import ContextError, InvalidValueError
 
@@ -171,6 +172,7 @@ class ReplicaContext:
         """
         if not callable(merge_fn):
             raise InvalidValueError(f"merge_fn must be callable. Received: {merge_fn!r}")
+        check_arguments(args, kwargs)
         point = MergePoint("merge_call", merge_fn, tuple(args), dict(kwargs or {}))
         return self.meet(point)
 

@@ -34,6 +34,7 @@ from phalanx.core.values import (
     select_replica,
 )
 from phalanx.core.variables import ResourceVariable, Variable
+from phalanx.execution.staging import explained
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
@@ -199,7 +200,8 @@ class _CompiledRun:
             out_specs=(_SPLIT, _WHOLE, _WHOLE, _SPLIT),
             check_vma=False,
         )
-        results, common, mirrored, copied = mapped(arrays, copies)
+        with explained():
+            results, common, mirrored, copied = mapped(arrays, copies)
         self._plain |= dict(zip(self._shared, common, strict=True))
         for variable, value in zip(self._mirrored, mirrored, strict=True):
             self._write_back(variable, value)

@@ -17,13 +17,12 @@ import numpy as np
 
 from phalanx.core import compat, lifting
 from phalanx.core import context as ctx
-from phalanx.core.callsite import describe_traceback
-from phalanx.core.errors import StagedValueError
 from phalanx.core.host_memory import expect_model
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
+from phalanx.execution.staging import explained
 from phalanx.execution.throttle import THROTTLE
 
 # -- one call ------------------------------------------------------------------------------------
@@ -151,15 +150,8 @@ class Program:
 
         shapes = [_shape_of(v) for v in variables]
         arguments = [compat.shape_of(x) for x in call.arrays]
-        try:
+        with explained():
             closed, _ = lifting.tracing(lambda: compat.jaxpr_and_result(staged, shapes, arguments))
-        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-            raise StagedValueError(
-                "Python code asked for a value that the compiled function only computes later, at "
-                f"{describe_traceback(error.__traceback__)}. The replica id and all arrays are such "
-                "values. Write the branch with jnp.where or jax.lax.cond, or run the step eagerly: "
-                "call strategy.run outside of px.function."
-            ) from error
         used: lifting.Lifting = box["used"]
         return used.made or Program(closed, variables, used, box["result"])
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps
+from phalanx.core.checks import first_by_name
 from phalanx.core.devices import (
     DeviceLike,
     default_devices,
@@ -87,7 +88,7 @@ class CentralStorageExtended(ReplicatedExtended):
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """The first variable by name."""
-        return min(var_list, key=lambda v: v.name)
+        return first_by_name(var_list)
 
     def _create_variable(self, spec: VariableSpec) -> Variable:
         # Synchronization has nothing to say here: there is only one copy.
