@@ -6,6 +6,7 @@ such a call gives: it knows which variables it reads and writes, and how results
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class Program:
         self._compiled = jax.jit(program, donate_argnums=0)
         self._looped = jax.jit(looped, donate_argnums=0)
         self._device = used.device
+        self._wrappers = [_wrapper(variable) for variable in self.written]
         expect_model([*self.written, *self.read])
 
     @staticmethod
@@ -168,8 +170,8 @@ class Program:
     def _dispatch(self, compiled: Callable[..., Any], arrays: list[Any]) -> list[jax.Array]:
         with jax.default_device(self._device) if self._device is not None else nullcontext():
             outputs, values = THROTTLE.dispatch(compiled, *self._inputs(arrays))
-        for variable, value in zip(self.written, values, strict=True):
-            variable._value = _as_value(variable, value)
+        for variable, wrap, value in zip(self.written, self._wrappers, values, strict=True):
+            variable._value = wrap(value)
             variable._exclusive = True
         return outputs
 
@@ -239,12 +241,12 @@ def _as_array(value: Any) -> Any:
     return value.array if isinstance(value, Mirrored | PerReplica) else value
 
 
-def _as_value(variable: Variable, x: jax.Array) -> Any:
-    """What a variable holds after a program, around the array that the program returned."""
-    old = variable._value
-    if isinstance(old, Mirrored | PerReplica):
-        return type(old).from_global(x, old.layout)  # it has one, because it has been an input
-    return _as_plain(x, variable._device)
+def _wrapper(variable: Variable) -> Callable[[jax.Array], Any]:
+    """Makes what a variable holds after a program, around the array that the program returned."""
+    value = variable._value
+    if isinstance(value, Mirrored | PerReplica) and value.array is not None:
+        return functools.partial(type(value).from_global, layout=value.layout)
+    return functools.partial(_as_plain, device=variable._device)
 
 
 def _as_plain(x: jax.Array, device: jax.Device | None = None) -> jax.Array:
