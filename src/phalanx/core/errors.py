@@ -140,8 +140,22 @@ class MissingPackageError(PhalanxError, ImportError, RuntimeError):
     """An optional package is needed and not installed. The message says what to install."""
 
 
+class UnbatchedDatasetError(InvalidValueError, IndexError):
+    """A dataset was distributed over several replicas whose elements are no batches.
+
+    Also an `IndexError`, which is what TensorFlow's implementation ends in.
+    """
+
+
 class UnsupportedError(PhalanxError, NotImplementedError):
     """The combination asked for has no meaning; the message says what to use instead."""
+
+
+class DatasetFunctionError(PhalanxError, RuntimeError):
+    """A function given to a dataset (to `map`, `filter`, `from_generator` …) failed.
+
+    The message names the operation and the element. The function's own exception is the `__cause__`.
+    """
 
 
 # -- the status codes that ported code catches (`tf.errors.X` is `px.errors.X`) -----------------

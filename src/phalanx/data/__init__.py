@@ -1,6 +1,23 @@
-"""`px.data`: datasets as plans."""
+"""`px.data`: datasets as plans that run on whole batches at once."""
 
+from phalanx.data import experimental
+from phalanx.data.checks import AUTOTUNE
 from phalanx.data.dataset import Dataset
+from phalanx.data.elements import DatasetSpec, Ragged, RaggedSpec
 from phalanx.data.iterator import Iterator
+from phalanx.data.node import INFINITE as INFINITE_CARDINALITY
+from phalanx.data.node import UNKNOWN as UNKNOWN_CARDINALITY
+from phalanx.data.options import Options
 
-__all__ = ["Dataset", "Iterator"]
+__all__ = [
+    "AUTOTUNE",
+    "INFINITE_CARDINALITY",
+    "UNKNOWN_CARDINALITY",
+    "Dataset",
+    "DatasetSpec",
+    "Iterator",
+    "Options",
+    "Ragged",
+    "RaggedSpec",
+    "experimental",
+]

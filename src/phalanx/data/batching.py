@@ -1,17 +1,30 @@
-"""Putting elements together into batches, and taking batches apart."""
+"""Putting elements together into batches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import InvalidArgumentError, InvalidTypeError
+from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column, stack
-from phalanx.data.elements import map_spec
-from phalanx.data.node import UNKNOWN, Cursor, Node, Run, open_plan, read_exactly
+from phalanx.data.elements import (
+    Ragged,
+    RaggedSpec,
+    dtype_of,
+    leaves_of_spec,
+    map_spec,
+    pad_rows,
+    structure_of,
+    unflatten,
+)
+from phalanx.data.node import Cursor, Node, Run, open_plan, read_exactly
+
+Group = Callable[[int, Column], Column]
+"""From the number of a column, and the column of one batch's elements, to a leaf of the batch."""
 
 
 def batched_size(size: int, batch: int, drop_remainder: bool) -> int:
@@ -19,6 +32,15 @@ def batched_size(size: int, batch: int, drop_remainder: bool) -> int:
     if size < 0:
         return size
     return size // batch if drop_remainder else -(-size // batch)
+
+
+def check_array_spec(spec: Any, what: str) -> TensorSpec:
+    """Require an array, not a ragged value or a dataset."""
+    if not isinstance(spec, TensorSpec):
+        raise InvalidTypeError(
+            f"{what} stacks arrays; ragged values and datasets cannot be stacked. Received: {spec}"
+        )
+    return spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,19 +51,21 @@ class Batch(Node):
     drop_remainder: bool = False
     moves = True
     groups = True
+    what = "batch"
 
     def spec(self, *inputs: Any) -> Any:
         """A new first dimension."""
-        first = self.batch_size if self.drop_remainder else None
+        return map_spec(self.batched_spec, inputs[0])
 
-        def grow(spec: Any) -> Any:
-            if not isinstance(spec, TensorSpec):
-                raise InvalidTypeError(
-                    f"batch stacks arrays; ragged values and datasets cannot be stacked. Received: {spec}"
-                )
-            return TensorSpec((first, *spec.shape), spec.dtype)
+    def batched_spec(self, spec: Any) -> Any:
+        """The spec of a batch of leaves."""
+        spec = check_array_spec(spec, self.what)
+        return TensorSpec((self.first_dim, *spec.shape), spec.dtype)
 
-        return map_spec(grow, inputs[0])
+    @property
+    def first_dim(self) -> int | None:
+        """How many elements a batch has, if all have as many."""
+        return self.batch_size if self.drop_remainder else None
 
     def size(self, *inputs: int) -> int:
         """A part of the input's."""
@@ -49,17 +73,26 @@ class Batch(Node):
 
     def open(self, run: Run) -> Cursor:
         """Read whole batches."""
-        return BatchCursor(open_plan(self.inputs[0], run), self.batch_size, self.drop_remainder)
+        input_ = open_plan(self.inputs[0], run)
+        return BatchCursor(input_, self.batch_size, self.drop_remainder)
 
 
 class BatchCursor(Cursor):
-    """Reads many elements at once and stacks them."""
+    """Reads many elements at once and puts them together.
 
-    def __init__(self, input_: Cursor, size: int, drop_remainder: bool) -> None:
+    Args:
+        input_: what to read.
+        size: how many elements make a batch.
+        drop_remainder: whether to leave out a last, smaller batch.
+        group: makes a leaf of a batch; None to stack.
+    """
+
+    def __init__(
+        self, input_: Cursor, size: int, drop_remainder: bool, group: Group | None = None
+    ) -> None:
         self.inputs = (input_,)
-        self._size, self._drop = size, drop_remainder
+        self._size, self._drop, self._group = size, drop_remainder, group
         self._rest: Chunk | None = None  # the last, smaller batch
-        self._position = 0
 
     def read(self, limit: int) -> Chunk | None:
         """Up to `limit` batches."""
@@ -70,24 +103,27 @@ class BatchCursor(Cursor):
         if chunk is None:
             return None
         full = chunk.count // self._size
-        if full * self._size < chunk.count and full:
+        if full == 0:
+            return None if self._drop else self._batches(chunk, 1)
+        if full * self._size < chunk.count:
             self._rest = chunk.rows(full * self._size, chunk.count)
-            chunk = chunk.rows(0, full * self._size)
-        elif not full and self._drop:
-            return None
-        self._position += chunk.count
-        return self._group(chunk, max(full, 1))
+        return self._batches(chunk.rows(0, full * self._size), full)
 
-    def _group(self, chunk: Chunk, batches: int) -> Chunk:
-        columns = [stack_batches(column, batches) for column in chunk.columns]
-        return Chunk(columns, batches)
+    def _batches(self, chunk: Chunk, count: int) -> Chunk:
+        if self._group is None:
+            return Chunk([stack_batches(column, count) for column in chunk.columns], count)
+        size = chunk.count // count
+        columns: list[Column] = []
+        for number, column in enumerate(chunk.columns):
+            parts = [column[i * size : (i + 1) * size] for i in range(count)]
+            columns.append(stack([self._group(number, part) for part in parts]))
+        return Chunk(columns, count)
 
     def skip(self, count: int) -> int:
         """Skip the elements of whole batches."""
         if self._rest is not None:
             return super().skip(count)
         skipped = self.inputs[0].skip(count * self._size)
-        self._position += skipped
         return batched_size(skipped, self._size, self._drop)
 
 
@@ -96,12 +132,161 @@ def stack_batches(column: Column, batches: int) -> Column:
     size = len(column) // batches
     if not isinstance(column, list):
         return column.reshape(batches, size, *column.shape[1:])
-    stacked = [stack(column[i * size : (i + 1) * size]) for i in range(batches)]
-    for batch in stacked:
-        if isinstance(batch, list):
-            shapes = sorted({np.shape(leaf) for leaf in batch})
-            raise InvalidArgumentError(
-                "batch needs elements of one shape; use padded_batch to fill them up, or ragged_batch to "
-                f"keep them as they are. Received: shapes {', '.join(map(str, shapes))}"
+    return stack([stack_leaf(column[i * size : (i + 1) * size]) for i in range(batches)])
+
+
+def stack_leaf(leaves: Column) -> Column:
+    """The leaf of one batch; its elements must have one shape."""
+    batch = stack(leaves) if isinstance(leaves, list) else leaves
+    if not isinstance(batch, list):
+        return batch
+    if not all(isinstance(leaf, np.ndarray | np.generic) for leaf in batch):
+        raise InvalidTypeError(
+            "batch stacks arrays; ragged values and datasets cannot be stacked. "
+            f"Received: {type(batch[0]).__name__}"
+        )
+    shapes = sorted({np.shape(leaf) for leaf in batch})
+    raise InvalidArgumentError(
+        "batch needs elements of one shape; use padded_batch to fill them up, or ragged_batch to "
+        f"keep them as they are. Received: shapes {', '.join(map(str, shapes))}"
+    )
+
+
+# -- elements of different shapes -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedBatch(Batch):
+    """Consecutive elements put together as they are: arrays become ragged, numbers are stacked."""
+
+    moves = False
+    groups = False
+    what = "ragged_batch"
+
+    def batched_spec(self, spec: Any) -> Any:
+        """Ragged, except for numbers and strings."""
+        spec = check_array_spec(spec, self.what)
+        if spec.shape == ():
+            return TensorSpec((self.first_dim,), spec.dtype)
+        return RaggedSpec((self.first_dim, *[None] * len(spec.shape)), spec.dtype)
+
+    def open(self, run: Run) -> Cursor:
+        """Read whole batches."""
+        input_ = open_plan(self.inputs[0], run)
+        return BatchCursor(input_, self.batch_size, self.drop_remainder, _ragged)
+
+
+def _ragged(_: int, column: Column) -> Any:
+    return Ragged(list(column)) if isinstance(column, list) or column.ndim > 1 else column
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatch(Batch):
+    """Consecutive elements stacked after each was filled up to a common shape."""
+
+    padded_shapes: Any = None
+    padding_values: Any = None
+    moves = False
+    groups = False
+    what = "padded_batch"
+
+    def spec(self, *inputs: Any) -> Any:
+        """The shapes to pad to, behind the batch's dimension."""
+        specs, structure = leaves_of_spec(inputs[0]), structure_of(inputs[0])
+        paddings = self.paddings(structure, specs)
+        return unflatten(
+            structure,
+            [
+                TensorSpec((self.first_dim, *shape), check_array_spec(spec, self.what).dtype)
+                for spec, (shape, _) in zip(specs, paddings, strict=True)
+            ],
+        )
+
+    def paddings(self, structure: Any, specs: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """The shape to pad to, and the value to pad with, for each leaf."""
+        shapes = _spread(structure, self.padded_shapes, "padded_shapes")
+        values = _spread(structure, self.padding_values, "padding_values")
+        return [
+            (_check_shape(shape, spec), _check_value(value, spec))
+            for shape, value, spec in zip(shapes, values, specs, strict=True)
+        ]
+
+    def open(self, run: Run) -> Cursor:
+        """Read whole batches."""
+        input_ = open_plan(self.inputs[0], run)
+        return BatchCursor(input_, self.batch_size, self.drop_remainder, _Pad(self))
+
+
+class _Pad:
+    """Pads the leaves of batches."""
+
+    def __init__(self, node: PaddedBatch) -> None:
+        self._node = node
+        self._paddings: list[tuple[Any, Any]] | None = None
+
+    def __call__(self, number: int, column: Column) -> Column:
+        if self._paddings is None:
+            known = self._node.inputs[0].known_spec()
+            spec = self._node.inputs[0].element_spec if known is None else known
+            self._paddings = self._node.paddings(structure_of(spec), leaves_of_spec(spec))
+        shape, value = self._paddings[number]
+        if not isinstance(column, list) and all(d is None for d in shape):
+            return column
+        if value is None:
+            value = _nothing(column[0])
+        return pad_rows(list(column), shape, value)
+
+
+def _spread(structure: Any, given: Any, name: str) -> list[Any]:
+    """What is given for each leaf: None, one value for all, or a nest like the element."""
+    count = structure.num_leaves
+    if given is None or (
+        name == "padding_values" and np.ndim(given) == 0 and not isinstance(given, dict)
+    ):
+        return [given] * count
+    try:
+        return list(structure.flatten_up_to(given))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidValueError(
+            f"{name} of padded_batch must have the structure of the elements, {structure}. "
+            f"Received: {given!r}"
+        ) from error
+
+
+def _check_shape(shape: Any, spec: TensorSpec) -> tuple[int | None, ...]:
+    rank = len(check_array_spec(spec, "padded_batch").shape)
+    if shape is None:
+        return (None,) * rank
+    shape = getattr(shape, "shape", shape)
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any(not (d is None or isinstance(d, int | np.integer)) for d in dims) or len(dims) != rank:
+        raise InvalidValueError(
+            f"padded_shapes of padded_batch needs {rank} dimensions for {spec}, each a size, or None "
+            f"or -1 for the longest. Received: {shape!r}"
+        )
+    for want, have in zip(dims, spec.shape, strict=True):
+        if want is not None and want >= 0 and have is not None and have > want:
+            raise InvalidValueError(
+                f"padded_batch cannot make elements smaller: {spec.shape} does not fit into the padded "
+                f"shape. Received: {shape!r}"
             )
-    return stack(stacked)
+    return tuple(None if d is None or d < 0 else int(d) for d in dims)
+
+
+def _check_value(value: Any, spec: TensorSpec) -> Any:
+    if value is None:
+        return None
+    if np.ndim(value):
+        raise InvalidValueError(f"A padding value must be one number or string. Received: {value!r}")
+    text = isinstance(value, str | bytes)
+    if text != (np.dtype(spec.dtype) == object):
+        raise InvalidTypeError(f"A padding value must fit the elements, {spec}. Received: {value!r}")
+    return value if text else np.asarray(value).astype(spec.dtype)
+
+
+def _nothing(leaf: Any) -> Any:
+    """What a leaf is filled up with if nothing else is said: zeros, or empty strings."""
+    if dtype_of(leaf).kind != "O":
+        return 0
+    first = next(iter(np.ravel(leaf)), "")
+    return b"" if isinstance(first, bytes) else ""

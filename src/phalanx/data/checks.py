@@ -6,7 +6,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.data.elements import LeafBase
 
 AUTOTUNE = -1
 """Let Phalanx choose: how many elements to prefetch, how many calls to make in parallel."""
@@ -51,3 +54,21 @@ def parallelism(value: Any) -> int | None:
             f"num_parallel_calls must be positive, px.data.AUTOTUNE or None. Received: {number}"
         )
     return number
+
+
+def boolean(value: Any, name: str) -> bool:
+    """A bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidTypeError(
+            f"{name} must be True or False. Received: {value!r} of type {type(value).__name__}"
+        )
+    return bool(value)
+
+
+def dataset(value: Any, what: str) -> Any:
+    """A dataset."""
+    if not isinstance(value, LeafBase):
+        raise InvalidTypeError(
+            f"{what} needs datasets. Received: {value!r} of type {type(value).__name__}"
+        )
+    return value

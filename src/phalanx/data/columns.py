@@ -1,8 +1,8 @@
 """Columns and chunks: how many elements travel together.
 
-A column is one leaf of many elements: an array with a leading dimension where all elements have one shape,
-a list where they have not. A chunk is some consecutive elements as columns. Nothing here changes an array
-that was handed out.
+A column is one leaf of many elements: an array with a leading dimension where all elements have one
+shape, a list where they have not. A chunk is some consecutive elements as columns. Nothing here changes
+an array that was handed out.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def join(parts: Sequence[Column]) -> Column:
 
 def gather_all(columns: Sequence[Column], indices: Indices) -> list[Column]:
     """The rows of columns at `indices`: views if they are consecutive, fresh columns if not."""
-    where = _as_slice(indices)
+    where = as_slice(indices)
     if where is not None:
         return [column[where] for column in columns]
     return [
@@ -109,7 +109,7 @@ def gather_all(columns: Sequence[Column], indices: Indices) -> list[Column]:
     ]
 
 
-def _as_slice(indices: Indices) -> slice | None:
+def as_slice(indices: Indices) -> slice | None:
     """The slice that stands for consecutive indices, or None."""
     count = len(indices)
     if count == 0:

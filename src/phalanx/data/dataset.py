@@ -2,33 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import builtins
+import glob
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
+import numpy as np
+from jax import tree_util
+
+from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data import checks, sources
-from phalanx.data.batching import Batch
-from phalanx.data.elements import DatasetSpec, LeafBase
+from phalanx.data.combining import Choose, Sample, Zip
+from phalanx.data.elements import DatasetSpec, as_leaf
+from phalanx.data.functions import check_signature
 from phalanx.data.iterator import Epochs, Iterator
-from phalanx.data.node import Node
-from phalanx.data.reorder import SHARD_HINT, Repeat, Shard, Skip, Take
-from phalanx.data.shuffling import Shuffle
+from phalanx.data.node import INFINITE, Node
+from phalanx.data.transformations import Transformations
 
 
-class Dataset(LeafBase):
-    """A sequence of elements, as a plan that is run by whoever iterates."""
+class Dataset(Transformations):
+    """A sequence of elements, as a plan that is run by whoever iterates.
+
+    An element is a nest of NumPy arrays: tuples, dictionaries or single arrays. Nothing is read before
+    somebody iterates, and each iteration begins anew. Plans over arrays run on whole batches at once.
+
+    Examples:
+        >>> import numpy as np, phalanx as px
+        >>> dataset = px.data.Dataset.from_tensor_slices({"x": np.arange(6), "y": np.arange(6) % 2})
+        >>> for batch in dataset.filter(lambda e: e["y"] == 1).batch(2):
+        ...     print(batch["x"])
+        [1 3]
+        [5]
+    """
 
     def __init__(self, node: Node) -> None:
+        if not isinstance(node, Node):
+            raise InvalidTypeError(
+                "Datasets are made by Dataset.from_tensor_slices, Dataset.range and the like. "
+                f"Received: {node!r}"
+            )
+        node.known_spec()  # a plan that cannot work fails here
         self._node = node
         self._epochs = Epochs()
 
-    @property
-    def element_spec(self) -> Any:
-        """What is known of the elements: a pytree of `TensorSpec`."""
-        return self._node.element_spec
+    def _with(self, node: Node) -> Dataset:
+        return Dataset(node)
 
     def _leaf_spec(self) -> Any:
         return DatasetSpec(self.element_spec)
+
+    def __reduce__(self) -> Any:
+        return Dataset, (self._node,)
+
+    def __repr__(self) -> str:
+        known = self._node.known_spec()
+        return f"<Dataset element_spec={'unknown until it is read' if known is None else known}>"
+
+    # -- what it is
+
+    @property
+    def element_spec(self) -> Any:
+        """What is known of the elements: a nest of `TensorSpec`.
+
+        If a function makes the elements, it is called for the first one to find out; the shapes of that
+        one then stand for all.
+        """
+        return self._node.element_spec
 
     def cardinality(self) -> int:
         """The number of elements, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`."""
@@ -37,67 +78,264 @@ class Dataset(LeafBase):
     def __len__(self) -> int:
         size = self.cardinality()
         if size < 0:
-            raise InvalidTypeError(
-                f"The dataset's length is {'infinite' if size == -1 else 'unknown'}. Received: len(dataset)"
-            )
+            what = "infinite" if size == INFINITE else "unknown"
+            raise InvalidTypeError(f"The length of the dataset is {what}. Received: {self!r}")
         return size
 
     def __bool__(self) -> bool:
         return True
 
+    # -- iteration
+
     def __iter__(self) -> Iterator:
         return self.iterator()
 
     def iterator(self, state: Mapping[str, int] | None = None) -> Iterator:
-        """An iterator, from the beginning or from a `state` of an earlier one."""
-        iterator = Iterator(self._node, self._epochs)
-        if state is not None:
-            iterator.restore(state)
-        return iterator
+        """An iterator, from the beginning or from the `state` of another one.
+
+        Args:
+            state: what `Iterator.state` returned, in this program or an earlier one. Later iterations
+                of this dataset then follow that one.
+        """
+        return Iterator(self._node, self._epochs, self.options().deterministic, state)
+
+    def as_numpy_iterator(self) -> Iterator:
+        """The same as `iter`: elements are NumPy arrays anyway."""
+        return self.iterator()
+
+    # -- sources
 
     @staticmethod
     def from_tensor_slices(tensors: Any, name: str | None = None) -> Dataset:
-        """The slices of arrays along their first dimension."""
+        """The slices of arrays along their first dimension.
+
+        NumPy arrays are not copied, so do not change them afterwards. What is yielded are read-only
+        views of them wherever possible.
+
+        Args:
+            tensors: an array, or a nest of arrays with equal first dimensions. Lists become arrays; if
+                their rows differ in length, so do the elements.
+            name: ignored.
+
+        Examples:
+            >>> import phalanx as px
+            >>> px.data.Dataset.from_tensor_slices(([1, 2, 3], ["a", "b", "c"])).batch(2).element_spec
+            (TensorSpec(shape=(None,), dtype=dtype('int32'), name=None),
+             TensorSpec(shape=(None,), dtype=dtype('O'), name=None))
+        """
         return Dataset(sources.slices(tensors))
 
     @staticmethod
     def from_tensors(tensors: Any, name: str | None = None) -> Dataset:
-        """One element."""
+        """A single element."""
         return Dataset(sources.single(tensors))
 
     @staticmethod
-    def range(*args: int, output_type: Any = None, name: str | None = None) -> Dataset:
-        """The numbers of a range."""
-        import numpy as np
-
-        return Dataset(sources.Range((), range(*args), output_type or np.int64))
-
-    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """Stack consecutive elements."""
-        return Dataset(
-            Batch((self._node,), checks.integer(batch_size, "batch_size", 1), drop_remainder)
-        )
-
-    def shuffle(
-        self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool | None = None
+    def from_generator(
+        generator: Callable[..., Iterable[Any]],
+        output_types: Any = None,
+        output_shapes: Any = None,
+        args: Sequence[Any] | None = None,
+        output_signature: Any = None,
+        name: str | None = None,
     ) -> Dataset:
-        """Random order."""
-        again = reshuffle_each_iteration is None or reshuffle_each_iteration
-        size = checks.integer(buffer_size, "buffer_size", 1)
-        return Dataset(Shuffle((self._node,), size, checks.seed(seed), again))
+        """What a generator function yields; it is called anew for each iteration.
 
-    def repeat(self, count: int | None = None) -> Dataset:
-        """Repeat."""
-        return Dataset(Repeat((self._node,), None if count in (None, -1) else count))
+        Args:
+            generator: a function that returns something to iterate over.
+            output_types: dtypes to convert to; an older way to say what elements are.
+            output_shapes: the shapes that belong to `output_types`.
+            args: arguments for the generator function.
+            output_signature: a nest of `TensorSpec`. Without it the first element decides.
+            name: ignored.
 
-    def take(self, count: int) -> Dataset:
-        """The first elements."""
-        return Dataset(Take((self._node,), count))
+        Examples:
+            >>> import phalanx as px
+            >>> def count():
+            ...     yield from range(3)
+            >>> [int(x) for x in px.data.Dataset.from_generator(count)]
+            [0, 1, 2]
+        """
+        checks.function(generator, "from_generator")
+        given = tuple(as_leaf(x) for x in args or ())
 
-    def skip(self, count: int) -> Dataset:
-        """All but the first elements."""
-        return Dataset(Skip((self._node,), count))
+        def make() -> Iterable[Any]:
+            return generator(*given)
 
-    def shard(self, num_shards: int, index: int) -> Dataset:
-        """Every `num_shards`-th element."""
-        return Dataset(Shard((self._node,), num_shards, index))
+        if output_types is not None and output_signature is not None:
+            raise InvalidValueError(
+                "Give from_generator either output_signature or output_types. Received: both"
+            )
+        if output_types is not None and output_shapes is not None:
+            output_signature = tree_util.tree_map(
+                lambda dtype, shape: TensorSpec(tuple(shape), np.dtype(dtype)),
+                output_types,
+                output_shapes,
+            )
+        elif output_types is not None:
+            return Dataset(sources.Generator((), sources.converting(make, output_types)))
+        if output_signature is not None:
+            output_signature = check_signature(output_signature, "from_generator")
+        return Dataset(sources.Generator((), make, output_signature))
+
+    @staticmethod
+    def range(*args: int, output_type: Any = np.int64, name: str | None = None) -> Dataset:
+        """The numbers of Python's `range`, as int64 unless another `output_type` is given.
+
+        Examples:
+            >>> import phalanx as px
+            >>> [int(x) for x in px.data.Dataset.range(1, 10, 4)]
+            [1, 5, 9]
+        """
+        numbers = [checks.integer(x, "The arguments of range") for x in args]
+        if not 1 <= len(numbers) <= 3 or (len(numbers) == 3 and numbers[2] == 0):
+            raise InvalidValueError(
+                f"range needs a stop, or a start and a stop, and a step other than 0. Received: {args}"
+            )
+        dtype = np.dtype(output_type)
+        if dtype.kind not in "iuf":
+            raise InvalidTypeError(f"output_type must be a numeric dtype. Received: {output_type!r}")
+        return Dataset(sources.Range((), builtins.range(*numbers), dtype))
+
+    @staticmethod
+    def list_files(
+        file_pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        name: str | None = None,
+    ) -> Dataset:
+        """The names of the files that match one or more patterns such as ``"data/*.tfrecord"``.
+
+        Args:
+            file_pattern: a pattern, or several.
+            shuffle: whether to put them in random order, another one in each iteration. True if not
+                set; else they are sorted.
+            seed: see `shuffle`.
+            name: ignored.
+        """
+        several = isinstance(file_pattern, Sequence | np.ndarray) and not isinstance(file_pattern, str)
+        patterns: list[Any] = list(file_pattern) if several else [file_pattern]  # type: ignore[arg-type]
+        if not all(isinstance(pattern, str | os.PathLike) for pattern in patterns):
+            raise InvalidTypeError(
+                f"list_files needs patterns that are strings or paths. Received: {file_pattern!r}"
+            )
+        found = {
+            path
+            for pattern in patterns
+            for path in glob.glob(os.fspath(pattern), recursive=True)
+            if not os.path.isdir(path)
+        }
+        if not found:
+            raise InvalidArgumentError(f"list_files found no files. Received: {file_pattern!r}")
+        names = Dataset(sources.file_names(sorted(found)))
+        if shuffle is None or checks.boolean(shuffle, "shuffle"):
+            return names.shuffle(len(found), seed)
+        checks.seed(seed)
+        return names
+
+    # -- several datasets
+
+    @staticmethod
+    def zip(*args: Any, datasets: Any = None, name: str | None = None) -> Dataset:
+        """Elements made of one element of each dataset; as many as the shortest has.
+
+        Args:
+            *args: datasets, or one nest of datasets.
+            datasets: the nest of datasets, if there are no other arguments.
+            name: ignored.
+
+        Examples:
+            >>> import phalanx as px
+            >>> numbers = px.data.Dataset.range(3)
+            >>> pairs = px.data.Dataset.zip(numbers, numbers.skip(1))
+            >>> [(int(a), int(b)) for a, b in pairs]
+            [(0, 1), (1, 2)]
+        """
+        if (datasets is None) == (not args):
+            raise InvalidTypeError(
+                f"zip needs datasets as arguments, or as `datasets`. Received: {args}, {datasets}"
+            )
+        nest = datasets if datasets is not None else args[0] if len(args) == 1 else args
+        nest = tuple(nest) if isinstance(nest, list) else nest
+        leaves, structure = tree_util.tree_flatten(nest)
+        if not leaves:
+            raise InvalidValueError(f"zip needs at least one dataset. Received: {nest!r}")
+        nodes = tuple(checks.dataset(leaf, "zip")._node for leaf in leaves)
+        return Dataset(Zip(nodes, structure))
+
+    @staticmethod
+    def sample_from_datasets(
+        datasets: Sequence[Dataset],
+        weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        stop_on_empty_dataset: bool = False,
+        rerandomize_each_iteration: bool | None = None,
+        name: str | None = None,
+    ) -> Dataset:
+        """Elements of several datasets; from which one the next comes is drawn at random.
+
+        Args:
+            datasets: datasets of one structure.
+            weights: how often each is drawn, relative to the others; equally often if not given.
+            seed: the same seed gives the same draws.
+            stop_on_empty_dataset: whether to end with the first dataset that has ended. Else the others
+                go on.
+            rerandomize_each_iteration: whether each iteration has draws of its own. True if not set.
+            name: ignored.
+        """
+        nodes = _several(datasets, "sample_from_datasets")
+        share = np.ones(len(nodes)) if weights is None else np.asarray(weights, np.float64)
+        if share.shape != (len(nodes),) or not np.isfinite(share).all() or (share < 0).any():
+            raise InvalidValueError(
+                f"weights must be {len(nodes)} numbers, one per dataset, none of them negative. "
+                f"Received: {weights!r}"
+            )
+        if not share.sum() > 0:
+            raise InvalidValueError(f"One of the weights must be positive. Received: {weights!r}")
+        again = rerandomize_each_iteration is None or rerandomize_each_iteration
+        stop = checks.boolean(stop_on_empty_dataset, "stop_on_empty_dataset")
+        return Dataset(Sample(nodes, tuple(share.tolist()), checks.seed(seed), stop, again))
+
+    @staticmethod
+    def choose_from_datasets(
+        datasets: Sequence[Dataset],
+        choice_dataset: Dataset,
+        stop_on_empty_dataset: bool = True,
+        name: str | None = None,
+    ) -> Dataset:
+        """Elements of several datasets; another dataset says from which one the next comes.
+
+        Args:
+            datasets: datasets of one structure.
+            choice_dataset: a dataset of numbers of datasets, counted from 0.
+            stop_on_empty_dataset: whether to end with the first dataset that has ended. Else choices of
+                it are passed over.
+            name: ignored.
+
+        Examples:
+            >>> import phalanx as px
+            >>> D = px.data.Dataset
+            >>> chosen = D.choose_from_datasets(
+            ...     [D.range(3), D.range(10, 13)], D.from_tensor_slices([0, 1, 1, 0])
+            ... )
+            >>> [int(x) for x in chosen]
+            [0, 10, 11, 1]
+        """
+        nodes = _several(datasets, "choose_from_datasets")
+        choices = checks.dataset(choice_dataset, "choose_from_datasets")._node
+        spec = choices.known_spec()
+        if spec is not None and not (
+            isinstance(spec, TensorSpec) and spec.shape == () and np.dtype(spec.dtype).kind in "iu"
+        ):
+            raise InvalidTypeError(
+                f"choice_dataset must be a dataset of single integers. Received: elements of {spec}"
+            )
+        stop = checks.boolean(stop_on_empty_dataset, "stop_on_empty_dataset")
+        return Dataset(Choose((*nodes, choices), stop))
+
+
+def _several(datasets: Sequence[Dataset], what: str) -> tuple[Node, ...]:
+    nodes = tuple(checks.dataset(dataset, what)._node for dataset in datasets)
+    if not nodes:
+        raise InvalidValueError(f"{what} needs at least one dataset. Received: {datasets!r}")
+    return nodes

@@ -1,12 +1,12 @@
 """Elements: what iteration yields, and what is known of it beforehand.
 
-An element is a pytree of leaves. A leaf is a NumPy array or scalar, a string, a `Ragged` value or a dataset.
-As in TensorFlow lists are no structure: they become arrays (or `Ragged` values, if their rows differ).
+An element is a pytree of leaves. A leaf is a NumPy array or scalar, a string, a `Ragged` value or a
+dataset. As in TensorFlow lists are no structure: they become arrays (or `Ragged` values, if their rows
+differ).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +117,7 @@ class Ragged(Sequence[Any]):
 
 
 def pad_rows(rows: Sequence[Any], shape: Sequence[int | None] | None, value: Any) -> NDArray[Any]:
-    """Rows of one rank in one array, filled up with `value` to `shape` or the largest of each dimension."""
+    """Rows of one rank in one array, filled up with `value` to `shape` or to the largest row."""
     rank = np.ndim(rows[0]) if rows else 0
     wanted = [None] * rank if shape is None else list(shape)
     if any(np.ndim(row) != len(wanted) for row in rows):
@@ -138,17 +138,17 @@ def pad_rows(rows: Sequence[Any], shape: Sequence[int | None] | None, value: Any
     dtype = dtype_of(rows[0]) if rows else np.asarray(value).dtype
     out = np.full((len(rows), *final), value, dtype)
     for i, row in enumerate(rows):
-        out[(i, *(slice(n) for n in np.shape(row)))] = row
+        out[i][tuple(slice(n) for n in np.shape(row))] = row
     return out
 
 
-# -- leaves -----------------------------------------------------------------------------------------
+# -- leaves ---------------------------------------------------------------------------------------
 
 
 class LeafBase:
     """Base of the classes that may be leaves besides arrays and strings: datasets."""
 
-    __slots__ = ()
+    _node: Any
 
     def _leaf_spec(self) -> Any:
         raise NotImplementedError
@@ -162,7 +162,7 @@ def dtype_of(leaf: Any) -> np.dtype[Any]:
 def spec_of(leaf: Any) -> Any:
     """The spec of a leaf."""
     if isinstance(leaf, Ragged):
-        return RaggedSpec(leaf.shape, leaf.dtype)
+        return RaggedSpec((len(leaf), *[None] * (len(leaf.shape) - 1)), leaf.dtype)
     if isinstance(leaf, LeafBase):
         return leaf._leaf_spec()
     return TensorSpec(np.shape(leaf), dtype_of(leaf))
@@ -224,7 +224,7 @@ def _from_list(values: Sequence[Any]) -> Any:
     return _from_array(array)
 
 
-# -- structure --------------------------------------------------------------------------------------
+# -- structure ------------------------------------------------------------------------------------
 
 
 def _is_leaf(x: Any) -> bool:
@@ -286,21 +286,3 @@ def merge_specs(a: Any, b: Any, what: str) -> Any:
         return type(x)(shape, x.dtype)
 
     return tree_util.tree_map(merge, a, b)
-
-
-# -- functions of the user ------------------------------------------------------------------------------
-
-
-def takes_several(fn: Callable[..., Any], count: int) -> bool:
-    """Whether a tuple of `count` parts is to be unpacked for `fn`, as in TensorFlow.
-
-    A tuple is always unpacked, except for functions that can only take one argument.
-    """
-    try:
-        signature = inspect.signature(fn)
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:  # built-in functions without a signature
-        return True
-    return True

@@ -1,11 +1,11 @@
 """Plans: a tree of nodes, and cursors that run it.
 
-A node says what it yields (`element_spec`, `cardinality`) and opens a cursor. A cursor answers `read(limit)`
-with a chunk of at least one and at most `limit` elements, or None at the end.
+A node says what it yields (`element_spec`, `cardinality`) and opens a cursor. A cursor answers
+`read(limit)` with a chunk of at least one and at most `limit` elements, or None at the end.
 
-Nodes that only move elements (`moves = True`) are run on row numbers where their source can gather any rows
-(`rows()`); one gather on top then fetches them. Their code is the same in both cases, because row numbers are
-just another column. `open_plan` decides; cursors open their inputs with it.
+Nodes that only move elements (`moves = True`) are run on row numbers where their source can gather any
+rows (`rows()`); one gather on top then fetches them. Their code is the same in both cases, because row
+numbers are just another column. `open_plan` decides; cursors open their inputs with it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column, Indices, gather_all
+from phalanx.data.elements import structure_of
 
 INFINITE = -1
 UNKNOWN = -2
 
 
-# -- runs -----------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Run:
         return np.random.default_rng([word % 2**64 for word in words])
 
 
-# -- cursors --------------------------------------------------------------------------------------------
+# -- cursors ---------------------------------------------------------------------------------------
 
 
 class Cursor:
@@ -115,23 +116,23 @@ def read_exactly(cursor: Cursor, count: int) -> Chunk | None:
     return Chunk.concat(chunks)
 
 
-# -- nodes ----------------------------------------------------------------------------------------------
+# -- nodes -----------------------------------------------------------------------------------------
 
 
-class Rows(Protocol):
-    """Rows that can be fetched in any order."""
+@dataclass(frozen=True)
+class Rows:
+    """Columns from which rows can be fetched in any order."""
 
+    columns: tuple[Column, ...]
     count: int
-
-    def columns(self) -> Sequence[Column]:
-        """The columns to gather from."""
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
     """One step of a plan. Nodes are immutable; rewriting makes new ones with `with_inputs`.
 
-    Subclasses implement `spec`, `size` and `open`. File sources also set `files` and `with_files`.
+    Subclasses implement `spec`, `size` and `open`. File sources also implement `files` and
+    `with_files`, and say so with `is_file_source`.
     """
 
     inputs: tuple[Node, ...]
@@ -172,6 +173,12 @@ class Node:
         Where a function of the user makes the elements, the first element is read to find out.
         """
         return self.spec(*(node.element_spec for node in self.inputs))
+
+    @property
+    def structure(self) -> Any:
+        """The structure of the elements, found out with as little reading as possible."""
+        known = self.known_spec()
+        return structure_of(self.element_spec if known is None else known)
 
     @property
     def cardinality(self) -> int:
@@ -216,6 +223,10 @@ class SameElements(Node):
         return self.inputs[0]
 
 
+class EmptyDatasetError(InvalidValueError):
+    """The form of the elements cannot be found out, because there are none."""
+
+
 def first_element(node: Node) -> Chunk:
     """The first element of a plan, read as cheaply as possible."""
     while node.probe_below:
@@ -226,14 +237,14 @@ def first_element(node: Node) -> Chunk:
     finally:
         cursor.close()
     if chunk is None:
-        raise InvalidValueError(
-            "What a function makes of a dataset is found out by its first element, and this dataset has "
-            "none. Give the function's output_signature. Received: an empty dataset"
+        raise EmptyDatasetError(
+            "What a function makes of a dataset is found out with its first element, and this dataset "
+            "has none; give an output_signature. Received: an empty dataset"
         )
     return chunk
 
 
-# -- running on row numbers -----------------------------------------------------------------------------
+# -- running on row numbers ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,7 +326,7 @@ def open_plan(node: Node, run: Run) -> Cursor:
         rows = source.rows()
     if rows is None:
         return node.open(run)
-    columns = rows.columns()
+    columns = rows.columns
     if any(isinstance(column, list) for column in columns) and any(step.groups for step in steps):
         return node.open(run)  # only arrays can be regrouped by their row numbers
     plan: Node = RowNumbers((), rows.count)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.core.errors import FailedPreconditionError
 from phalanx.data.columns import Chunk
 from phalanx.data.node import INFINITE, UNKNOWN, Cursor, Run, SameElements, open_plan, read_exactly
+from phalanx.data.options import Options
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,3 +232,65 @@ class _RepeatCursor(Cursor):
             passes = min(passes, self._node.count - 1 - self._pass)
         self._pass += passes
         return passes * size
+
+
+@dataclass(frozen=True, eq=False)
+class WithOptions(SameElements):
+    """The elements of the input, with options that say how to run and distribute it."""
+
+    options: Options
+    moves = True
+    probe_below = True
+
+    def size(self, *inputs: int) -> int:
+        """As many as before."""
+        return inputs[0]
+
+    def open(self, run: Run) -> Cursor:
+        """Nothing to do."""
+        return open_plan(self.input, run)
+
+
+@dataclass(frozen=True, eq=False)
+class AssertCardinality(SameElements):
+    """The elements of the input, of which there must be exactly `expected`."""
+
+    expected: int
+    probe_below = True
+
+    def size(self, *inputs: int) -> int:
+        """What was asserted."""
+        return self.expected
+
+    def open(self, run: Run) -> Cursor:
+        """Count, and compare."""
+        return _CountingCursor(open_plan(self.input, run), self.expected)
+
+
+class _CountingCursor(Cursor):
+    def __init__(self, input_: Cursor, expected: int) -> None:
+        self.inputs = (input_,)
+        self._expected = expected
+        self._count = 0
+
+    def _check(self, at_end: bool) -> None:
+        too_many = 0 <= self._expected < self._count
+        too_few = at_end and (self._count < self._expected or self._expected == INFINITE)
+        if too_many or too_few:
+            wanted = "infinitely many" if self._expected == INFINITE else self._expected
+            more = "" if at_end else " or more"
+            raise FailedPreconditionError(
+                f"The dataset was said to have {wanted} elements. Received: {self._count}{more}"
+            )
+
+    def read(self, limit: int) -> Chunk | None:
+        chunk = self.inputs[0].read(limit)
+        self._count += 0 if chunk is None else chunk.count
+        self._check(chunk is None)
+        return chunk
+
+    def skip(self, count: int) -> int:
+        skipped = self.inputs[0].skip(count)
+        self._count += skipped
+        self._check(skipped < count)
+        return skipped

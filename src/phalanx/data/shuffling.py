@@ -1,9 +1,9 @@
 """Shuffling with a buffer, without a loop over elements.
 
-The buffer is filled with the first elements. Then each step draws a slot: the element in it leaves, the next
-one of the input takes its place. At the end the buffer is emptied in random order. So the element that leaves
-in step t is the one that was put last into the slot drawn in step t: a "previous occurrence" problem,
-solved for many steps at once by sorting.
+The buffer is filled with the first elements. Then each step draws a slot: the element in it leaves, and
+the next one of the input takes its place. At the end the buffer is emptied in random order. So the
+element that leaves in step t is the one that was put last into the slot drawn in step t: a question of
+"previous occurrences", answered for many steps at once by sorting.
 """
 
 from __future__ import annotations

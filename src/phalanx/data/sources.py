@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jax import tree_util
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidValueError
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column, read_only
 from phalanx.data.elements import Ragged, flatten, spec_of, unflatten
-from phalanx.data.node import Cursor, GatherCursor, Node, RowNumbers, Run
-
-
-@dataclass(frozen=True)
-class ArrayRows:
-    """Rows that are columns in memory."""
-
-    count: int
-    held: tuple[Column, ...]
-
-    def columns(self) -> Sequence[Column]:
-        """The columns."""
-        return self.held
+from phalanx.data.functions import Form, function_error
+from phalanx.data.node import (
+    UNKNOWN,
+    Cursor,
+    GatherCursor,
+    Node,
+    RowNumbers,
+    Rows,
+    Run,
+    first_element,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +42,9 @@ class Slices(Node):
         """The number of rows."""
         return self.count
 
-    def rows(self) -> ArrayRows:
+    def rows(self) -> Rows:
         """The columns themselves."""
-        return ArrayRows(self.count, self.columns)
+        return Rows(self.columns, self.count)
 
     def open(self, run: Run) -> Cursor:
         """Read row by row."""
@@ -62,8 +60,8 @@ def slices(tensors: Any, what: str = "from_tensor_slices") -> Slices:
     for leaf in leaves:
         if not isinstance(leaf, Ragged) and np.ndim(leaf) == 0:
             raise InvalidValueError(
-                f"{what} cuts arrays along their first dimension, so each needs one; use from_tensors for "
-                f"a single element. Received: {leaf!r}"
+                f"{what} cuts arrays along their first dimension, so each needs one; use from_tensors "
+                f"for a single element. Received: {leaf!r}"
             )
         counts.append(len(leaf))
     if len(set(counts)) > 1:
@@ -117,12 +115,112 @@ class _RangeCursor(Cursor):
         now, self._left = self._left[:limit], self._left[limit:]
         if not now:
             return None
-        return Chunk((np.arange(now.start, now.stop, now.step, self._dtype),), len(now))
+        column = np.arange(now.start, now.stop, now.step).astype(self._dtype, copy=False)
+        return Chunk((column,), len(now))
 
     def skip(self, count: int) -> int:
         skipped = len(self._left[:count])
         self._left = self._left[count:]
         return skipped
+
+
+@dataclass(frozen=True, eq=False)
+class Generator(Node):
+    """What a generator function yields; it is called anew for each pass."""
+
+    make: Callable[[], Iterable[Any]]
+    signature: Any = None
+    form: Form = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "form", Form("from_generator", self.signature))
+
+    def known_spec(self) -> Any | None:
+        """What the user gave, or what was seen."""
+        return self.form.spec
+
+    @property
+    def element_spec(self) -> Any:
+        """Found out with the first element."""
+        if self.form.spec is None:
+            first_element(self)
+        return self.form.spec
+
+    def size(self, *inputs: int) -> int:
+        """Nobody knows."""
+        return UNKNOWN
+
+    def open(self, run: Run) -> Cursor:
+        """Start the generator when first asked."""
+        return _GeneratorCursor(self)
+
+
+class _GeneratorCursor(Cursor):
+    def __init__(self, node: Generator) -> None:
+        self._node = node
+        self._source: Iterator[Any] | None = None
+        self._index = 0
+        self._failure: Exception | None = None
+        self._ended = False
+
+    def read(self, limit: int) -> Chunk | None:
+        elements: list[list[Any]] = []
+        while self._failure is None and not self._ended and len(elements) < limit:
+            found, value = self._next()
+            if found:
+                elements.append(value)
+        if elements:
+            return Chunk.of_elements(elements)
+        if self._failure is not None:
+            raise self._failure
+        return None
+
+    def _next(self) -> tuple[bool, list[Any]]:
+        """The next element; False at the end, or if there is a failure to be raised later."""
+        where = f"element {self._index}"
+        try:
+            if self._source is None:
+                self._source = iter(self._node.make())
+            value = next(self._source)
+        except StopIteration:
+            self._ended = True
+            return False, []
+        except Exception as error:  # noqa: BLE001 - raised after what came before
+            self._failure = function_error("from_generator", where, error)
+            self._failure.__cause__ = error
+            return False, []
+        self._index += 1
+        try:
+            return True, self._node.form.leaves_of(value, where)
+        except Exception as error:  # noqa: BLE001 - raised after what came before
+            self._failure = error
+            return False, []
+
+    def skip(self, count: int) -> int:
+        skipped = 0
+        while skipped < count and not self._ended and self._failure is None:
+            skipped += self._next()[0]
+        return skipped
+
+    def close(self) -> None:
+        self._ended = True
+        close = getattr(self._source, "close", None)
+        self._source = None
+        if close is not None:
+            close()
+
+
+def converting(make: Callable[[], Iterable[Any]], dtypes: Any) -> Callable[[], Iterable[Any]]:
+    """A generator function whose values are converted to a nest of dtypes."""
+
+    def convert(dtype: Any, value: Any) -> Any:
+        return np.asarray(value, np.dtype(dtype))
+
+    def generate() -> Iterable[Any]:
+        for value in make():
+            yield tree_util.tree_map(convert, dtypes, value)
+
+    return generate
 
 
 @dataclass(frozen=True, eq=False)

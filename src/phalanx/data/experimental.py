@@ -1,0 +1,59 @@
+"""`px.data.experimental`: the names that TensorFlow keeps under `tf.data.experimental`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from phalanx.core.errors import InvalidValueError
+from phalanx.data import checks
+from phalanx.data.checks import AUTOTUNE
+from phalanx.data.dataset import Dataset
+from phalanx.data.node import INFINITE as INFINITE_CARDINALITY
+from phalanx.data.node import UNKNOWN as UNKNOWN_CARDINALITY
+from phalanx.data.options import AutoShardPolicy, DistributeOptions
+from phalanx.data.reorder import SHARD_HINT, AssertCardinality
+
+__all__ = [
+    "AUTOTUNE",
+    "INFINITE_CARDINALITY",
+    "SHARD_HINT",
+    "UNKNOWN_CARDINALITY",
+    "AutoShardPolicy",
+    "DistributeOptions",
+    "assert_cardinality",
+    "cardinality",
+]
+
+
+def cardinality(dataset: Dataset) -> int:
+    """The number of elements of a dataset, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`.
+
+    Examples:
+        >>> import phalanx as px
+        >>> px.data.experimental.cardinality(px.data.Dataset.range(5).batch(2))
+        3
+    """
+    found: Dataset = checks.dataset(dataset, "cardinality")
+    return found.cardinality()
+
+
+def assert_cardinality(expected_cardinality: int) -> Callable[[Dataset], Dataset]:
+    """For `Dataset.apply`: says how many elements there are, and fails where it turns out to be wrong.
+
+    Examples:
+        >>> import phalanx as px
+        >>> odd = px.data.Dataset.range(10).filter(lambda x: x % 2 == 1)
+        >>> len(odd.apply(px.data.experimental.assert_cardinality(5)))
+        5
+    """
+    expected = checks.integer(expected_cardinality, "expected_cardinality", INFINITE_CARDINALITY)
+
+    def transformation(dataset: Dataset) -> Dataset:
+        node = checks.dataset(dataset, "assert_cardinality")._node
+        if node.cardinality >= 0 and node.cardinality != expected:
+            raise InvalidValueError(
+                f"The dataset has {node.cardinality} elements. Received: {expected}"
+            )
+        return Dataset(AssertCardinality((node,), expected))
+
+    return transformation

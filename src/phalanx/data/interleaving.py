@@ -1,0 +1,309 @@
+"""Datasets made of elements: flat_map reads them one after the other, interleave in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.core.errors import CancelledError, InvalidTypeError
+from phalanx.data.columns import Chunk
+from phalanx.data.elements import LeafBase, merge_specs
+from phalanx.data.functions import Function, caller, function_error
+from phalanx.data.node import (
+    INFINITE,
+    UNKNOWN,
+    Cursor,
+    Node,
+    Run,
+    first_element,
+    open_plan,
+    read_exactly,
+)
+from phalanx.data.parallel import POLL
+from phalanx.data.threads import Pool, threads_for
+
+
+class _Inner:
+    """The first dataset that the function made; all others must be like it."""
+
+    node: Node | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Interleave(Node):
+    """The elements of the datasets that a function makes of the elements of the input.
+
+    `cycle_length` of them are open at the same time, and `block_length` elements are taken from each in
+    turn. With a cycle of one they come one after the other, whatever the length of a block.
+    """
+
+    fn: Function
+    cycle_length: int = 1
+    block_length: int | None = None
+    parallel_calls: int | None = None
+    deterministic: bool | None = None
+    what: str = "flat_map"
+    inner: _Inner = field(init=False, default_factory=_Inner)
+
+    def known_spec(self) -> Any | None:
+        """The spec of a dataset that the function made."""
+        return None if self.inner.node is None else self.inner.node.known_spec()
+
+    @property
+    def element_spec(self) -> Any:
+        """Found out by calling the function for the first element."""
+        if self.inner.node is None:
+            self.inner.node = self.maker()(first_element(self.inputs[0]).element(0), 0)
+        return self.inner.node.element_spec
+
+    def size(self, *inputs: int) -> int:
+        """Nobody knows."""
+        return 0 if inputs[0] == 0 else INFINITE if inputs[0] == INFINITE else UNKNOWN
+
+    def maker(self) -> Callable[[Sequence[Any], int], Node]:
+        """The function from the leaves of an element and its number to the plan of a dataset."""
+        call: Callable[[Sequence[Any]], Any] | None = None
+
+        def make(leaves: Sequence[Any], index: int) -> Node:
+            nonlocal call
+            if call is None:
+                call = caller(self.fn, self.inputs[0].structure)
+            try:
+                dataset = call(leaves)
+            except Exception as error:
+                raise function_error(self.what, f"element {index}", error) from error
+            if not isinstance(dataset, LeafBase):
+                raise InvalidTypeError(
+                    f"The function given to {self.what} must return a dataset. "
+                    f"Received: {dataset!r} for element {index}"
+                )
+            return dataset._node
+
+        return make
+
+    def check(self, node: Node) -> None:
+        """Compare the elements of another dataset with those of the first; called once one was read."""
+        if self.inner.node is None or self.inner.node is node:
+            self.inner.node = node
+            return
+        first, other = self.inner.node.known_spec(), node.known_spec()
+        if first is not None and other is not None:
+            merge_specs(first, other, self.what)
+
+    def open(self, run: Run) -> Cursor:
+        """Open datasets as they are needed."""
+        return _InterleaveCursor(self, run)
+
+
+class _Slot:
+    """One of the datasets that are open, read by the reader itself."""
+
+    def __init__(self, node: Node, run: Run) -> None:
+        self.node = node
+        self._cursor = open_plan(node, run)
+        self.left = 0  # how many elements of the block are still to come
+
+    def read(self, limit: int) -> Chunk | None:
+        return self._cursor.read(limit)
+
+    def skip(self, count: int) -> int:
+        return self._cursor.skip(count)
+
+    def cancel(self) -> None:
+        self._cursor.cancel()
+
+    def close(self) -> None:
+        self._cursor.close()
+
+
+class _ParallelSlot(_Slot):
+    """One of the datasets that are open; threads read its next block while others are used."""
+
+    def __init__(self, node: Node, run: Run, pool: Pool, block: int) -> None:
+        super().__init__(node, run)
+        self._pool, self._block = pool, block
+        self._rest: Chunk | None = None
+        self._cancelled = False
+        self.coming: Future[Chunk | None] = self._ask()
+
+    def _ask(self) -> Future[Chunk | None]:
+        return self._pool.submit(read_exactly, self._cursor, self._block)
+
+    def read(self, limit: int) -> Chunk | None:
+        if self._rest is None:
+            while not self.coming.done() and not self._cancelled:
+                wait([self.coming], POLL)
+            if self._cancelled:
+                raise CancelledError("The iterator was closed while it was read.")
+            self._rest = self.coming.result()
+            if self._rest is None:
+                return None
+            self.coming = self._ask()
+        chunk = self._rest.rows(0, limit)
+        left = self._rest.rows(chunk.count, self._rest.count)
+        self._rest = left if left.count else None
+        return chunk
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._rest is not None or self.coming.done()
+
+    def skip(self, count: int) -> int:
+        return Cursor.skip(self, count)  # type: ignore[arg-type]
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        super().cancel()
+
+
+class _InterleaveCursor(Cursor):
+    def __init__(self, node: Interleave, run: Run) -> None:
+        self._node, self._run = node, run
+        self.inputs = (open_plan(node.inputs[0], run.in_branch(-1)),)
+        self._make = node.maker()
+        self._slots: list[_Slot | None] = [None] * node.cycle_length
+        self._turn = 0
+        self._opened = 0
+        self._input_ended = False
+        self._pool: Pool | None = None
+        ordered = run.deterministic if node.deterministic is None else node.deterministic
+        self._any_order = not ordered and node.parallel_calls is not None
+        self._failure: Exception | None = None
+
+    # The order is TensorFlow's: a dataset that ends gives up its turn, and its place is filled when its
+    # turn comes again.
+
+    def read(self, limit: int) -> Chunk | None:
+        """Elements of the next blocks."""
+        if self._failure is not None:
+            raise self._failure
+        parts: list[Chunk] = []
+        have = 0
+        try:
+            while have < limit and (part := self._part(limit - have)) is not None:
+                parts.append(part)
+                have += part.count
+        except Exception as error:
+            self._failure = error
+            if not parts:
+                raise
+        return Chunk.concat(parts) if parts else None
+
+    def _part(self, limit: int) -> Chunk | None:
+        """Some elements of one dataset."""
+        while (slot := self._current()) is not None:
+            part = slot.read(limit if slot.left < 0 else min(limit, slot.left))
+            if part is None:
+                self._end(slot)
+                continue
+            self._node.check(slot.node)
+            self._passed(slot, part.count)
+            return part
+        return None
+
+    def _passed(self, slot: _Slot, count: int) -> None:
+        if slot.left > 0:
+            slot.left -= count
+            if slot.left == 0:
+                self._next_turn()
+
+    def _end(self, slot: _Slot) -> None:
+        slot.close()
+        self._slots[self._turn] = None
+        self._next_turn()
+
+    def _next_turn(self) -> None:
+        self._turn = (self._turn + 1) % len(self._slots)
+        slot = self._slots[self._turn]
+        if slot is not None:
+            slot.left = self._block
+
+    @property
+    def _block(self) -> int:
+        length = self._node.block_length
+        return -1 if length is None else length
+
+    def _current(self) -> _Slot | None:
+        """The dataset whose turn it is; None at the end."""
+        if self._node.parallel_calls is not None:
+            self._fill()
+        for _ in self._slots:
+            if self._slots[self._turn] is None and not self._input_ended:
+                self._slots[self._turn] = self._open()
+            slot = self._slots[self._turn]
+            if slot is not None:
+                return self._readiest(slot)
+            self._next_turn()
+        return None
+
+    def _fill(self) -> None:
+        """Let threads begin to read all datasets of the first cycle."""
+        if self._opened == 0:
+            for i in range(len(self._slots)):
+                self._slots[i] = self._open()
+
+    def _readiest(self, slot: _Slot) -> _Slot:
+        """Where the order does not matter, a dataset that need not be waited for."""
+        if not self._any_order or not isinstance(slot, _ParallelSlot) or slot.ready:
+            return slot
+        others = [s for s in self._slots if isinstance(s, _ParallelSlot)]
+        wait([s.coming for s in others], POLL, FIRST_COMPLETED)
+        for turn, other in enumerate(self._slots):
+            if isinstance(other, _ParallelSlot) and other.ready:
+                self._turn = turn
+                other.left = other.left or self._block
+                return other
+        return slot
+
+    def _open(self) -> _Slot | None:
+        chunk = None if self._input_ended else self.inputs[0].read(1)
+        if chunk is None:
+            self._input_ended = True
+            return None
+        number, self._opened = self._opened, self._opened + 1
+        node = self._make(chunk.element(0), number)
+        run = self._run.in_branch(number)
+        slot: _Slot
+        if self._node.parallel_calls is None:
+            slot = _Slot(node, run)
+        else:
+            if self._pool is None:
+                self._pool = Pool(threads_for(self._node.parallel_calls), "px-interleave")
+            slot = _ParallelSlot(node, run, self._pool, max(self._block, 1))
+        slot.left = self._block
+        return slot
+
+    def skip(self, count: int) -> int:
+        """Skip in the datasets, so that what they would have to read or compute is left out."""
+        if self._failure is not None:
+            raise self._failure
+        skipped = 0
+        while skipped < count and (slot := self._current()) is not None:
+            wanted = count - skipped
+            found = slot.skip(wanted if slot.left < 0 else min(wanted, slot.left))
+            skipped += found
+            self._passed(slot, found)
+            if found == 0:
+                self._end(slot)
+        return skipped
+
+    def cancel(self) -> None:
+        """Wake the reader."""
+        for slot in self._slots:
+            if slot is not None:
+                slot.cancel()
+        super().cancel()
+
+    def close(self) -> None:
+        """Close all datasets."""
+        if self._pool is not None:
+            self._pool.close()
+        for slot in self._slots:
+            if slot is not None:
+                slot.close()
+        self._input_ended = True
+        self._slots = [None] * len(self._slots)
+        super().close()
