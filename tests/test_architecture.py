@@ -16,7 +16,7 @@ ROOT = Path(px.__file__).parent
 LAYERS = ["core", "data", "execution", "collectives", "strategies"]
 BESIDE = {
     "cluster": {"core"},
-    "train": {"cluster", "core", "execution"},
+    "train": {"cluster", "core", "data", "execution"},
     "testing": set(LAYERS),
     "cli": {*LAYERS, "train"},
 }

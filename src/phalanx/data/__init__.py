@@ -4,6 +4,14 @@ from phalanx.data import experimental
 from phalanx.data.checks import AUTOTUNE
 from phalanx.data.dataset import Dataset
 from phalanx.data.elements import DatasetSpec, Ragged, RaggedSpec
+from phalanx.data.files.datasets import (
+    CsvDataset,
+    FixedLengthRecordDataset,
+    ParquetDataset,
+    TextLineDataset,
+    TFRecordDataset,
+)
+from phalanx.data.files.record_writer import TFRecordOptions, TFRecordWriter
 from phalanx.data.iterator import Iterator
 from phalanx.data.node import INFINITE as INFINITE_CARDINALITY
 from phalanx.data.node import UNKNOWN as UNKNOWN_CARDINALITY
@@ -13,11 +21,18 @@ __all__ = [
     "AUTOTUNE",
     "INFINITE_CARDINALITY",
     "UNKNOWN_CARDINALITY",
+    "CsvDataset",
     "Dataset",
     "DatasetSpec",
+    "FixedLengthRecordDataset",
     "Iterator",
     "Options",
+    "ParquetDataset",
     "Ragged",
     "RaggedSpec",
+    "TFRecordDataset",
+    "TFRecordOptions",
+    "TFRecordWriter",
+    "TextLineDataset",
     "experimental",
 ]

@@ -8,6 +8,7 @@ from phalanx.core.errors import InvalidValueError
 from phalanx.data import checks
 from phalanx.data.checks import AUTOTUNE
 from phalanx.data.dataset import Dataset
+from phalanx.data.files.datasets import CsvDataset
 from phalanx.data.node import INFINITE as INFINITE_CARDINALITY
 from phalanx.data.node import UNKNOWN as UNKNOWN_CARDINALITY
 from phalanx.data.options import AutoShardPolicy, DistributeOptions
@@ -19,6 +20,7 @@ __all__ = [
     "SHARD_HINT",
     "UNKNOWN_CARDINALITY",
     "AutoShardPolicy",
+    "CsvDataset",
     "DistributeOptions",
     "assert_cardinality",
     "cardinality",

@@ -1,6 +1,14 @@
 """`px.train`: what training loops need around the step."""
 
 from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
+from phalanx.data.files.example import (
+    BytesList,
+    Example,
+    Feature,
+    Features,
+    FloatList,
+    Int64List,
+)
 from phalanx.train.accumulate import accumulate_gradients
 from phalanx.train.loop import LoopResults, loop
 from phalanx.train.metrics import Accuracy, Mean, Sum
@@ -9,8 +17,14 @@ from phalanx.train.precision import LossScale, Policy
 
 __all__ = [
     "Accuracy",
+    "BytesList",
     "ClusterDef",
     "ClusterSpec",
+    "Example",
+    "Feature",
+    "Features",
+    "FloatList",
+    "Int64List",
     "JobDef",
     "LoopResults",
     "LossScale",

@@ -17,7 +17,7 @@ from phalanx.core.errors import (
     UnknownError,
 )
 
-BUFFER_BYTES = 256 * 1024
+BUFFER_BYTES = 1 << 19
 """How much is read at once if nothing else was asked for."""
 
 _WINDOW_BITS = {"GZIP": 31, "ZLIB": 15}
