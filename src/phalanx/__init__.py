@@ -5,18 +5,21 @@ Write a training step once; run it on one device, on many, or with central stora
 A map of the package:
 
 * ``core``         what things mean: contexts, values, variables, reductions, strategies
+* ``data``         datasets, and how they reach the replicas
 * ``execution``    how `Strategy.run` runs
 * ``collectives``  how data moves between devices
 * ``strategies``   one file per strategy
 * ``cluster``      which tasks a cluster has
 * ``cli``          the ``phalanx`` command
 
-Arrows point one way: core <- execution <- collectives <- strategies. This module only re-exports.
+Arrows point one way: core <- data <- execution <- collectives <- strategies. This module only
+re-exports.
 """
 
 from phalanx import (
     cluster_resolver,
     config,
+    data,
     errors,
     experimental,
     io,
@@ -100,6 +103,7 @@ __all__ = [
     "VariableSynchronization",
     "cluster_resolver",
     "config",
+    "data",
     "errors",
     "experimental",
     "experimental_set_strategy",
