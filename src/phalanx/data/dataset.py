@@ -12,6 +12,7 @@ import numpy as np
 from jax import tree_util
 
 from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.core.pulls import begins_loop
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data import checks, sources
 from phalanx.data.combining import Choose, Sample, Zip
@@ -87,6 +88,7 @@ class Dataset(Transformations):
 
     # -- iteration
 
+    @begins_loop
     def __iter__(self) -> Iterator:
         return self.iterator()
 

@@ -11,6 +11,7 @@ from typing import Any
 from jax import tree_util
 
 from phalanx.core.errors import InvalidValueError, OutOfRangeError
+from phalanx.core.pulls import begins_loop, gives_elements
 from phalanx.data.node import Cursor, Node, Run, open_plan
 
 
@@ -87,9 +88,13 @@ class Iterator:
         self._cursor = open_plan(self._node, run)
         self._to_skip = self._index
 
+    gives_elements_to_functions = True
+
+    @begins_loop
     def __iter__(self) -> Iterator:
         return self
 
+    @gives_elements
     def __next__(self) -> Any:
         with self._lock:
             if self._cursor is None:
@@ -107,6 +112,7 @@ class Iterator:
                 self._structure = self._node.structure
             return tree_util.tree_unflatten(self._structure, chunk.element(0))
 
+    @gives_elements
     def get_next(self) -> Any:
         """The next element; a `px.errors.OutOfRangeError` at the end."""
         try:

@@ -11,18 +11,30 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.core import compat
+from phalanx.core import compat, pulls
 from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.structure import leaves
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.core.variables import Variable
 from phalanx.execution.program import Call, Program
+from phalanx.execution.taking import Source, Taken
 from phalanx.execution.variance import differing_marks
 
 _log = logging.getLogger("phalanx")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What to run for a call: a program with its arrays, or Python, and why."""
+
+    taken: Taken
+    program: Program | None = None
+    arrays: list[Any] = field(default_factory=list)
+    why: str = ""
 
 
 class Function:
@@ -38,6 +50,7 @@ class Function:
         self.python_function = python_function
         self.input_signature = None if input_signature is None else tuple(input_signature)
         self._programs: dict[Any, tuple[Program | str, Any]] = {}
+        self._sources: dict[Any, tuple[Source, ...]] = {}
         self.unbound: Function | None = None
         self._on_replicas: dict[int, tuple[Any, Function]] = {}
         self._trace_count = 0
@@ -56,10 +69,10 @@ class Function:
             )
             return self.python_function(*args, **kwargs)
         found = self._find(args, kwargs)
-        if isinstance(found, tuple):
-            program, arrays = found
-            return program.run(arrays)
-        return self.python_function(*args, **kwargs)
+        if found.program is not None:
+            return found.program.run(found.arrays)
+        with found.taken.given(tracing=False):
+            return self.python_function(*args, **kwargs)
 
     def run_on_replicas(
         self, strategy: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -75,40 +88,61 @@ class Function:
             known = self._on_replicas[id(strategy)] = (strategy, Function(run))
         return known[1](tuple(args), dict(kwargs or {}))
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, list[Any]] | str:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
         """The program for these arguments, or why there can be none."""
         call = Call.of(args, kwargs)
+        taken = Taken(call.constants) if call is not None else Taken()
         if call is None:
-            why = "replicas hold different shapes, or values that are no arrays"
-            self._say_eager(why, "Use batches that divide evenly, as with drop_remainder=True")
-            return why
-        known = self._programs.get(call.key)
-        if known is None:
-            if self.input_signature is not None:
-                self._check_signature(args, kwargs)
-            # The constants are kept, because some are told apart by their identity.
-            known = self._programs[call.key] = (self._trace(call), call.constants)
-        program = known[0]
-        return program if isinstance(program, str) else (program, call.arrays)
+            return self._uneven(taken)
+        sources = self._sources.get(call.key, ())
+        while True:
+            taken.take(sources)
+            fed = Call.of((taken.elements, args), kwargs) if sources else call
+            if fed is None:
+                return self._uneven(taken)
+            known = self._programs.get(fed.key)
+            if known is None:
+                if self.input_signature is not None:
+                    self._check_signature(args, kwargs)
+                try:
+                    known = self._trace(fed, taken), fed.held
+                except pulls.NeedsElement as need:
+                    self._trace_count -= 1
+                    sources = self._sources[call.key] = (*sources, taken.source_of(need))
+                    continue
+                # What is held, some constants, is told apart by its identity.
+                self._programs[fed.key] = known
+            program = known[0]
+            if isinstance(program, str):
+                return _Found(taken, why=program)
+            return _Found(taken, program, fed.arrays)
+
+    def _uneven(self, taken: Taken) -> _Found:
+        why = "replicas hold different shapes, or values that are no arrays"
+        self._say_eager(why, "Use batches that divide evenly, as with drop_remainder=True")
+        return _Found(taken, why=why)
 
     def run_steps(self, elements: Sequence[tuple[Any, ...]]) -> Callable[[int], Any] | None:
         """Run one step per element as a single program; None if they need different programs."""
         found = [self._find(args, {}) for args in elements]
-        programs = {id(f[0]) if isinstance(f, tuple) else None for f in found}
-        if len(programs) != 1 or None in programs:
+        program = found[0].program
+        if program is None or any(f.program is not program for f in found):
             return None
-        ready = [f for f in found if isinstance(f, tuple)]
-        return ready[0][0].run_loop(
-            [list(column) for column in zip(*(a for _, a in ready), strict=True)]
-        )
+        columns = zip(*(f.arrays for f in found), strict=True)
+        return program.run_loop([list(column) for column in columns])
 
-    def _trace(self, call: Call) -> Program | str:
-        program = self._trace_once(call)
+    def _trace(self, call: Call, taken: Taken) -> Program | str:
+        try:
+            program = self._trace_once(call, taken)
+        except pulls.LoopsOverInput:
+            why = "it loops over a dataset or an iterator"
+            self._say_eager(why, "Compile the step inside of the loop, or use px.train.loop")
+            return why
         if isinstance(program, list):
             if self._programs or self._made_variables:
                 raise self._makes_variables("again, after its first call", program)
             self._made_variables = True
-            program = self._trace_once(call)
+            program = self._trace_once(call, taken)
             if isinstance(program, list):
                 raise self._makes_variables("on every call", program)
         marks, hazards = differing_marks(program.jaxpr)
@@ -124,9 +158,15 @@ class Function:
             return why
         return program
 
-    def _trace_once(self, call: Call) -> Program | list[Variable]:
+    def _trace_once(self, call: Call, taken: Taken) -> Program | list[Variable]:
         self._trace_count += 1
-        return Program.trace(self.python_function, call)
+
+        def with_elements(*args: Any, **kwargs: Any) -> Any:
+            elements, args = args if taken.elements else ([], args)
+            with taken.given(tracing=True, elements=elements):
+                return self.python_function(*args, **kwargs)
+
+        return Program.trace(with_elements, call)
 
     def _makes_variables(self, when: str, made: list[Variable]) -> InvalidValueError:
         return InvalidValueError(
@@ -187,10 +227,10 @@ class Function:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The lowered program for these arguments, as `jax.stages.Lowered`; runs nothing."""
         found = self._find(args, kwargs)
-        if isinstance(found, str):
-            raise ContextError(f"{self.__name__} has no program for these arguments, because {found}")
-        program, arrays = found
-        return program.lower(arrays)
+        if found.program is None:
+            why = found.why
+            raise ContextError(f"{self.__name__} has no program for these arguments, because {why}")
+        return found.program.lower(found.arrays)
 
     def cost(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """XLA's estimate of the program's cost on one device, such as flops and bytes accessed."""

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import compat, lifting
+from phalanx.core import compat, lifting, pulls
 from phalanx.core import context as ctx
 from phalanx.core.host_memory import expect_model
 from phalanx.core.structure import leaves, replace_leaves
@@ -59,6 +59,11 @@ class Call:
         where = (id(mode.strategy), mode.replica_context is None, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         return Call((treedef, tuple(parts), where), treedef, tuple(constants), arrays)
 
+    @property
+    def held(self) -> list[Any]:
+        """The constants that must be kept alive while a program stands for this call."""
+        return [c for c in self.constants if c is not None and not pulls.is_input(c.value)]
+
     def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, with other arrays."""
         remaining = iter(arrays)
@@ -79,6 +84,8 @@ def _is_ragged(x: Any) -> bool:
 def _constant_key(x: Any) -> Any:
     if isinstance(x, Variable):
         return (Variable, id(x))
+    if pulls.is_input(x):
+        return type(x)  # each call takes elements from its own iterator
     try:
         hash(x)
     except TypeError:

@@ -1,0 +1,105 @@
+"""Elements that compiled functions take from iterators.
+
+A program cannot advance an iterator of the host. A compiled function that calls ``next(iterator)``
+therefore takes the element before it runs, and gives it to the program as an argument. What it will ask
+for is learnt while it is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from phalanx.core import context as ctx
+from phalanx.core.errors import ContextError, InvalidValueError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class NeedsElement(BaseException):
+    """A function that is being traced asked an iterator for an element that was not taken yet."""
+
+    def __init__(self, iterator: Any, method: str) -> None:
+        super().__init__(iterator, method)
+        self.iterator, self.method = iterator, method
+
+
+class LoopsOverInput(BaseException):
+    """A function that is being traced began to loop over an iterator or a dataset."""
+
+
+class _Feed:
+    def __init__(self, elements: Sequence[tuple[Any, Any]], tracing: bool) -> None:
+        self.elements, self.tracing = list(elements), tracing
+
+
+class _Current(threading.local):
+    feed: _Feed | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def feeding(iterators: Sequence[Any], elements: Sequence[Any], tracing: bool) -> Iterator[None]:
+    """Let these iterators give these elements, in this order.
+
+    Args:
+        iterators: the iterator of each element.
+        elements: what they give.
+        tracing: whether to ask for more by `NeedsElement`; if not, the iterators go on by themselves.
+    """
+    outer = _current.feed
+    _current.feed = _Feed(list(zip(iterators, elements, strict=True)), tracing)
+    try:
+        yield
+    finally:
+        _current.feed = outer
+
+
+def gives_elements(method: Method) -> Method:
+    """Mark a method of an iterator that gives its next element: `get_next`, say."""
+
+    @functools.wraps(method)
+    def give(self: Any, *args: Any, **kwargs: Any) -> Any:
+        feed = _current.feed
+        if feed is None or not (feed.tracing or feed.elements):
+            return method(self, *args, **kwargs)
+        if ctx.active_replica() is not None:
+            raise InvalidValueError(
+                "A compiled function takes elements before it runs, so next(iterator) must be called "
+                "outside of the function that runs on replicas: "
+                "strategy.run(fn, args=(next(iterator),))."
+            )
+        if not feed.elements:
+            raise NeedsElement(self, method.__name__)
+        iterator, element = feed.elements[0]
+        if iterator is not self:
+            raise ContextError(
+                "A compiled function takes elements from its iterators in another order than when it "
+                f"was traced before. Received: a call of {method.__name__} of {self!r}"
+            )
+        del feed.elements[0]
+        return element
+
+    return give  # type: ignore[return-value]
+
+
+def begins_loop(method: Method) -> Method:
+    """Mark a method that begins a loop: `__iter__`, say. A loop over input cannot be compiled."""
+
+    @functools.wraps(method)
+    def begin(self: Any) -> Any:
+        if _current.feed is not None and _current.feed.tracing:
+            raise LoopsOverInput
+        return method(self)
+
+    return begin  # type: ignore[return-value]
+
+
+def is_input(x: Any) -> bool:
+    """Whether something gives elements to compiled functions."""
+    return getattr(type(x), "gives_elements_to_functions", False)
