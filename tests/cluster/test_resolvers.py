@@ -6,9 +6,12 @@ import pickle
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx.cluster import ClusterSpec
 from phalanx.cluster.resolvers import (
@@ -97,9 +100,13 @@ def test_describing_a_cluster_does_not_start_jax():
     # JAX cannot start on a platform that does not exist, and says so when it tries.
     program = """
 from phalanx.cluster import ClusterSpec
-from phalanx.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
-SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]})).master("worker", 0)
-resolver = TFConfigClusterResolver()
+from phalanx.cluster import resolvers
+simple = resolvers.SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}))
+simple.master("worker", 0)
+resolvers.SlurmClusterResolver({"worker": 1}, tasks_per_node={"a": 1}, gpus_per_node=4).master()
+resolvers.SageMakerClusterResolver().master()
+resolvers.UnionResolver(simple, resolvers.TPUClusterResolver("grpc://a,b")).cluster_spec()
+resolver = resolvers.TFConfigClusterResolver()
 print(resolver.task_type, resolver.cluster_spec())
 try:
     resolver.num_accelerators()
@@ -108,7 +115,14 @@ except RuntimeError as error:
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "JAX_PLATFORMS": "no_such_platform", "TF_CONFIG": "{}"},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "no_such_platform",
+            "TF_CONFIG": "{}",
+            "SLURM_PROCID": "0",
+            "SM_HOSTS": '["a"]',
+            "SM_CURRENT_HOST": "a",
+        },
         capture_output=True,
         text=True,
         timeout=120,
@@ -348,6 +362,8 @@ def test_tf_config_must_be_an_object(tf_config, text):
         ({"task": {"type": "worker", "index": None}}, "task.index", "None"),
         ({"task": {"type": "worker", "index": 1.5}}, "task.index", "1.5"),
         ({"task": {"type": "worker", "index": -1}}, "task.index", "-1"),
+        ({"task": {"type": "worker", "index": 2}}, "task.index", "2"),
+        ({"task": {"type": "zz", "index": 0}}, "task.type", "'zz'"),
         ({"rpc_layer": 5}, "rpc_layer", "5"),
         ({"session_master": ["m:1"]}, "session_master", "['m:1']"),
     ],
@@ -379,3 +395,60 @@ def test_task_id_argument_must_be_an_index(task_id):
     with pytest.raises(ValueError, match=r"`task_id` must be a whole number.* Received: ") as caught:
         TFConfigClusterResolver(task_id=task_id)
     assert isinstance(caught.value, PhalanxError)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"task": {"index": ' + "1" * 5000 + "}}"])
+def test_tf_config_beyond_what_json_reads(tf_config, text):
+    tf_config(text)
+    with pytest.raises(ValueError, match="TF_CONFIG is not valid JSON: ") as caught:
+        TFConfigClusterResolver().cluster_spec()
+    assert isinstance(caught.value, PhalanxError)
+
+
+# Any JSON, with the keys that matter at the places where they matter, and values of all kinds.
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 3) | st.floats() | st.sampled_from(["worker", "1", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+TASKS = st.lists(st.just("a:1"), max_size=3) | st.dictionaries(st.sampled_from("012x"), JSON) | JSON
+CONFIGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "cluster": st.dictionaries(st.sampled_from(["worker", "ps"]), TASKS) | JSON,
+        "task": st.fixed_dictionaries({}, optional={"type": JSON, "index": JSON}) | JSON,
+        "rpc_layer": JSON,
+        "session_master": JSON,
+        "other": JSON,
+    },
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given((CONFIGS | JSON).map(json.dumps) | st.text(st.characters(exclude_characters="\0"), max_size=9))
+def test_any_tf_config_is_a_cluster_or_a_clear_error(text):
+    resolver = TFConfigClusterResolver()
+    read = {
+        "cluster": resolver.cluster_spec,
+        "task.type": lambda: resolver.task_type,
+        "task.index": lambda: resolver.task_id,
+        "rpc_layer": lambda: resolver.rpc_layer,
+        "master": resolver.master,
+    }
+    for key, ask in read.items():
+        problem = None
+        with mock.patch.dict(os.environ, TF_CONFIG=text):
+            try:
+                answer = ask()
+            except ValueError as error:
+                problem, kind = str(error), type(error)
+        if problem is None:
+            assert isinstance(answer, str | int | ClusterSpec | None)
+            continue
+        assert issubclass(kind, PhalanxError)
+        assert "Write for example " in problem
+        assert "Received: " in problem
+        if not problem.startswith(("TF_CONFIG is not valid JSON", "TF_CONFIG must be a JSON object")):
+            named = problem.split("'")[1]
+            assert problem.startswith(f"The key {named!r} of TF_CONFIG ")
+            assert key == "master" or named in (key, key.partition(".")[0])

@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
@@ -99,6 +99,7 @@ SPECS = st.dictionaries(
 ).map(ClusterSpec)
 
 
+@settings(deadline=None)
 @given(SPECS)
 def test_every_form_of_a_spec_makes_the_same_spec(cluster):
     assert ClusterSpec(cluster) == cluster
@@ -108,6 +109,7 @@ def test_every_form_of_a_spec_makes_the_same_spec(cluster):
     assert ClusterSpec(cluster).jobs == cluster.jobs
 
 
+@settings(deadline=None)
 @given(SPECS)
 def test_accessors_agree(cluster):
     for job in cluster.jobs:

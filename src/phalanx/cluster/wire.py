@@ -45,6 +45,8 @@ def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     while at < len(data):
         key, at = _read_varint(data, at)
         number, kind = key >> 3, key & 7
+        if number == 0:
+            raise _broken(data)
         if kind == _NUMBER:
             value, at = _read_varint(data, at)
             yield number, value

@@ -130,14 +130,22 @@ def _client(location: object) -> Any:
     user, extra, instead = "KubernetesClusterResolver", "kubernetes", "override_client"
     config = optional_module("kubernetes.config", user, extra, instead)
     client = optional_module("kubernetes.client", user, extra, instead)
-    if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
-        config.load_incluster_config()
-    elif location is KubernetesExecutableLocation.OFF_CLUSTER:
-        config.load_kube_config()
-    else:
+    load = {
+        KubernetesExecutableLocation.WITHIN_CLUSTER: config.load_incluster_config,
+        KubernetesExecutableLocation.OFF_CLUSTER: config.load_kube_config,
+    }
+    if not isinstance(location, KubernetesExecutableLocation):
         raise InvalidValueError(
             f"`executable_location` must be a KubernetesExecutableLocation. Received: {location!r}"
         )
+    try:
+        load[location]()
+    except config.ConfigException as error:
+        raise ClusterEnvironmentError(
+            "The Kubernetes API is not known here. A pod needs a service account; elsewhere, use "
+            "executable_location=KubernetesExecutableLocation.OFF_CLUSTER and a file that `kubectl` "
+            f"can use. Received: {location}, {error}"
+        ) from error
     return client.CoreV1Api()
 
 
