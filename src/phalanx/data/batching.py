@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
 from phalanx.core.tensor_spec import TensorSpec
@@ -135,9 +136,9 @@ def stack_batches(column: Column, batches: int) -> Column:
     return stack([stack_leaf(column[i * size : (i + 1) * size]) for i in range(batches)])
 
 
-def stack_leaf(leaves: Column) -> Column:
+def stack_leaf(leaves: Column) -> NDArray[Any]:
     """The leaf of one batch; its elements must have one shape."""
-    batch = stack(leaves) if isinstance(leaves, list) else leaves
+    batch = stack(leaves) if isinstance(leaves, list) and leaves else leaves
     if not isinstance(batch, list):
         return batch
     if not all(isinstance(leaf, np.ndarray | np.generic) for leaf in batch):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from phalanx.core.errors import DataLossError, InvalidTypeError
 from phalanx.data.columns import Chunk, Column, stack
 from phalanx.data.elements import Ragged
-from phalanx.data.node import Cursor, GatherCursor, Rows, _Counter
+from phalanx.data.node import CountingCursor, Cursor, GatherCursor, Rows
 
 VERSION = 1
 _LENGTH = struct.Struct("<Q")
@@ -244,7 +244,7 @@ class FileStore:
             return None
         rows = self.rows()
         if rows is not None:
-            return GatherCursor(_Counter(rows.count), rows.columns)
+            return GatherCursor(CountingCursor(rows.count), rows.columns)
         return _RowsCursor(self, manifest)
 
     def writer(self) -> FileWriter:

@@ -38,12 +38,14 @@ class Run:
         passes: which iteration of the dataset this is, then which pass of each `repeat` on the way.
         branch: which way was taken where a node has several inputs.
         deterministic: whether parallel nodes keep the order unless told otherwise.
+        on_row_numbers: whether what is read are row numbers, which cost nothing to read.
     """
 
     seed: int = 0
     passes: tuple[int, ...] = (0,)
     branch: tuple[int, ...] = ()
     deterministic: bool = True
+    on_row_numbers: bool = False
 
     def in_pass(self, number: int) -> Run:
         """The run of one pass of a `repeat`."""
@@ -263,24 +265,28 @@ class RowNumbers(Node):
 
     def open(self, run: Run) -> Cursor:
         """Count."""
-        return _Counter(self.count)
+        return CountingCursor(self.count)
 
 
-class _Counter(Cursor):
+class CountingCursor(Cursor):
+    """Counts from 0."""
+
     def __init__(self, count: int) -> None:
-        self._next, self._count = 0, count
+        self.position, self._count = 0, count
 
     def read(self, limit: int) -> Chunk | None:
-        start, stop = self._next, min(self._next + limit, self._count)
+        """The next numbers."""
+        start, stop = self.position, min(self.position + limit, self._count)
         if start == stop:
             return None
-        self._next = stop
+        self.position = stop
         return Chunk((np.arange(start, stop),), stop - start)
 
     def skip(self, count: int) -> int:
-        start = self._next
-        self._next = min(start + count, self._count)
-        return self._next - start
+        """Add."""
+        start = self.position
+        self.position = min(start + count, self._count)
+        return self.position - start
 
 
 class GatherCursor(Cursor):
@@ -332,4 +338,4 @@ def open_plan(node: Node, run: Run) -> Cursor:
     plan: Node = RowNumbers((), rows.count)
     for step in reversed(steps):
         plan = step.with_inputs((plan,))
-    return GatherCursor(plan.open(run), columns)
+    return GatherCursor(plan.open(dataclasses.replace(run, on_row_numbers=True)), columns)

@@ -8,13 +8,24 @@ element that leaves in step t is the one that was put last into the slot drawn i
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.columns import Chunk, Column, Indices
-from phalanx.data.node import Cursor, Node, Run, SameElements, open_plan
+from phalanx.data.node import (
+    INFINITE,
+    UNKNOWN,
+    CountingCursor,
+    Cursor,
+    Node,
+    Run,
+    SameElements,
+    open_plan,
+    read_exactly,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +45,8 @@ class Shuffle(SameElements):
     def open(self, run: Run) -> Cursor:
         """Shuffle the input."""
         rng = run.generator(self.seed, shuffles_in(self.input), self.reshuffle_each_iteration)
-        return _ShuffleCursor(open_plan(self.input, run), self.buffer_size, rng)
+        size = UNKNOWN if run.on_row_numbers else self.input.cardinality
+        return _ShuffleCursor(open_plan(self.input, run), self.buffer_size, rng, size)
 
 
 def shuffles_in(node: Node) -> int:
@@ -61,9 +73,11 @@ def previous_occurrence(slots: Indices) -> Indices:
 
 
 class _ShuffleCursor(Cursor):
-    def __init__(self, input_: Cursor, size: int, rng: np.random.Generator) -> None:
+    def __init__(
+        self, input_: Cursor, size: int, rng: np.random.Generator, input_size: int = UNKNOWN
+    ) -> None:
         self.inputs = (input_,)
-        self._size, self._rng = size, rng
+        self._size, self._rng, self._input_size = size, rng, input_size
         self._buffer: Chunk | None = None  # written to, so never handed out
         self._order: Indices | None = None  # what is left to leave, once the input has ended
 
@@ -113,6 +127,42 @@ class _ShuffleCursor(Cursor):
         ]
         self._buffer = Chunk([held for held, _ in columns], self._size)
         return Chunk([leaving for _, leaving in columns], coming.count)
+
+    def skip(self, count: int) -> int:
+        """Before the first read: shuffle positions only, and read just what is in the buffer then."""
+        if self._buffer is not None or self._order is not None or self._input_size == UNKNOWN:
+            return super().skip(count)
+        numbers = CountingCursor(sys.maxsize if self._input_size == INFINITE else self._input_size)
+        shadow = _ShuffleCursor(numbers, self._size, self._rng)
+        skipped = shadow.skip(count)
+        self._order = shadow._order
+        if shadow._buffer is None:
+            return skipped
+        wanted = np.asarray(shadow._buffer.columns[0])
+        if self._order is not None:
+            wanted = wanted[self._order]
+            self._order = np.arange(len(wanted))
+        if len(wanted):
+            self._buffer = _own([self._fetch(wanted)])
+        self.inputs[0].skip(numbers.position - self._read_up_to)
+        return skipped
+
+    _read_up_to = 0
+
+    def _fetch(self, wanted: Indices) -> Chunk:
+        """The elements at some positions of the input, in their order; all others are skipped."""
+        order = np.argsort(wanted)
+        ordered = wanted[order]
+        chunks = []
+        for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1):
+            self.inputs[0].skip(int(run[0]) - self._read_up_to)
+            chunk = read_exactly(self.inputs[0], len(run))
+            assert chunk is not None
+            chunks.append(chunk)
+            self._read_up_to = int(run[-1]) + 1
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        return Chunk.concat(chunks).take(places)
 
 
 def _own(chunks: list[Chunk]) -> Chunk:

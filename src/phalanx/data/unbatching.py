@@ -125,14 +125,14 @@ class Rebatch(Node):
     def size(self, *inputs: int) -> int:
         """Known if the number of rows is."""
         rows = rows_in(self.inputs[0])
-        if rows < 0:
+        if rows <= 0:
             return rows
         cycles, left = divmod(rows, sum(self.sizes))
         count = cycles * len(self.sizes)
         for size in itertools.cycle(self.sizes):
-            if left == 0 or (left < size and self.drop_remainder):
-                return count
-            left -= min(left, size)
+            if left < size:
+                return count + (left > 0 and not self.drop_remainder)
+            left -= size
             count += 1
         raise AssertionError  # sizes are never empty
 
@@ -150,14 +150,23 @@ class _RebatchCursor(Cursor):
         self._sizes = itertools.cycle(sizes)
         self._drop = drop_remainder
         self._held: Chunk | None = None
+        self._nothing: Chunk | None = None  # a batch of no rows
+        self._ended = False
 
     def read(self, limit: int) -> Chunk | None:
-        """One batch."""
+        """One batch. Batches of no rows may follow the last full one, as in TensorFlow."""
+        if self._ended:
+            return None
         size = next(self._sizes)
+        if size == 0 and self._nothing is not None:
+            return self._nothing
         if self._held is None:
             self._held = self.inputs[0].read(max(size, 1))
         if self._held is None:
+            self._ended = True
             return None
+        if self._nothing is None:
+            self._nothing = _as_batch(self._held.rows(0, 0))
         parts = [self._held]
         have = self._held.count
         while have < size and (part := self.inputs[0].read(size - have)) is not None:
@@ -165,14 +174,16 @@ class _RebatchCursor(Cursor):
             have += part.count
         chunk = Chunk.concat(parts)
         self._held = chunk.rows(size, have) if size < have else None
-        if have < size and self._drop:
+        self._ended = have < size
+        if self._ended and self._drop:
             return None
-        chunk = chunk.rows(0, size)
-        return Chunk([_one(stack_leaf(column)) for column in chunk.columns], 1)
+        return _as_batch(chunk.rows(0, size))
 
 
-def _one(leaf: Column) -> Column:
-    return leaf.reshape(1, *leaf.shape) if isinstance(leaf, np.ndarray) else [leaf]
+def _as_batch(rows: Chunk) -> Chunk:
+    """Rows as one element."""
+    leaves = [stack_leaf(column) for column in rows.columns]
+    return Chunk([leaf.reshape(1, *leaf.shape) for leaf in leaves], 1)
 
 
 # -- windows --------------------------------------------------------------------------------------
