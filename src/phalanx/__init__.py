@@ -59,6 +59,8 @@ from phalanx.core.synchronization import VariableAggregation, VariableSynchroniz
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica
 from phalanx.core.variables import Variable
+from phalanx.data.distributed import DistributedDataset, DistributedIterator
+from phalanx.data.specs import PerReplicaSpec
 from phalanx.execution.function import Function, function
 from phalanx.execution.gradients import grad, value_and_grad
 from phalanx.strategies.central_storage import CentralStorageStrategy
@@ -75,6 +77,8 @@ __all__ = [
     "CentralStorageStrategy",
     "CrossDeviceOps",
     "DefaultStrategy",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "Function",
     "HierarchicalCopyAllReduce",
@@ -88,6 +92,7 @@ __all__ = [
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
+    "PerReplicaSpec",
     "PhalanxError",
     "ReduceOp",
     "ReductionToOneDevice",

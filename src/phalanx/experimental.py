@@ -8,6 +8,7 @@ from phalanx.core.options import (
 )
 from phalanx.core.options import CommunicationImplementation as CollectiveCommunication
 from phalanx.core.options import collective_hints as CollectiveHints  # noqa: N812
+from phalanx.data.optional import Optional
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.tpu import TPUStrategy
 
@@ -17,6 +18,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "Optional",
     "TPUStrategy",
     "ValueContext",
     "partitioners",

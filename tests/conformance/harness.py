@@ -121,6 +121,14 @@ def encode(x: Any) -> Any:
         return {type(x).__name__: [encode(v) for v in x.values]}
     if isinstance(x, px.IndexedSlices):
         return {"IndexedSlices": {"values": encode(x.values), "indices": encode(x.indices)}}
+    if isinstance(x, px.PerReplicaSpec):
+        return {"PerReplicaSpec": [encode(v) for v in x.value_specs]}
+    if isinstance(x, px.TensorSpec):
+        return {"TensorSpec": {"dtype": str(np.dtype(x.dtype)), "shape": list(x.shape)}}
+    if isinstance(x, px.data.Ragged):
+        return {"ragged": x.to_list()}
+    if isinstance(x, np.ndarray) and x.dtype == object:
+        return {"dtype": "string", "shape": list(x.shape), "value": [s.decode() for s in x.tolist()]}
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         host = np.asarray(x)
         return {"dtype": str(host.dtype), "shape": list(host.shape), "value": host.tolist()}
@@ -151,6 +159,9 @@ def same(expected: Any, actual: Any) -> bool:
             and expected["shape"] == actual["shape"]
             and same(expected["value"], actual["value"])
         )
+    if isinstance(expected, dict) and set(expected) == {"dtype", "shape"}:
+        dtype = _NARROW.get(expected["dtype"], expected["dtype"])
+        return isinstance(actual, dict) and (dtype, expected["shape"]) == tuple(actual.values())
     if isinstance(expected, dict):
         return (
             isinstance(actual, dict)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import phalanx as px
+from phalanx.core.values import format_component
 from tests.conformance.harness import V, awaits, case, comps, differs, dist, fresh, mirrored, rid
 
 CLUSTER = px.train.ClusterSpec(
@@ -22,6 +27,7 @@ def tf_text(text: str) -> str:
     for ours, theirs in (
         ("<px.Variable ", "<tf.Variable "),
         ("<Array: ", "<tf.Tensor: "),
+        ("Array(", "tf.Tensor("),
         ("px.InputContext(", "tf.distribute.InputContext("),
     ):
         text = text.replace(ours, theirs)
@@ -46,26 +52,24 @@ def tf_class(x: Any) -> str:
 @differs()
 def s001_removed_names() -> None:
     names = [
+        "experimental_distribute_dataset",
+        "experimental_distribute_datasets_from_function",
         "experimental_local_results",
         "experimental_run",
         "extended",
         "gather",
+        "make_dataset_iterator",
+        "make_input_fn_iterator",
         "num_replicas_in_sync",
         "reduce",
         "run",
         "scope",
         "unwrap",
     ]
-    if hasattr(px, "data"):
-        names += [
-            "experimental_distribute_dataset",
-            "experimental_distribute_datasets_from_function",
-            "make_dataset_iterator",
-            "make_input_fn_iterator",
-        ]
     missing = [n for n in names if not hasattr(px.Strategy, n)]
     assert not missing
-    # TensorFlow no longer has this one.
+    # TensorFlow no longer has these.
+    assert hasattr(px.Strategy, "experimental_make_numpy_dataset")
     s = mirrored(2)
     y = dist(s, V(10, 11))
     result = s.experimental_run_v2(lambda x, y: x + y, args=(1,), kwargs={"y": y})
@@ -314,28 +318,199 @@ def s003_input_context_not_divisible() -> Any:
     return px.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(6)
 
 
+# -- input ----------------------------------------------------------------------------------------
+
+
+def fives() -> Any:
+    return px.data.Dataset.from_tensor_slices([5.0, 6.0, 7.0, 8.0]).batch(2)
+
+
+@case()
+def s000_run_and_reduce_sum() -> Any:
+    strategy = mirrored(2)
+    dataset = px.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0, 4.0]).batch(4)
+    ds = strategy.experimental_distribute_dataset(dataset)
+
+    def train_step(x: Any) -> Any:
+        return jnp.mean(x)
+
+    per = strategy.run(train_step, args=(next(iter(ds)),))
+    return {"per_replica": per, "losses": strategy.reduce(px.ReduceOp.SUM, per, axis=None)}
+
+
+@case()
+def s001_custom_training_loop() -> Any:
+    my_strategy = mirrored(2)
+    out = []
+    with my_strategy.scope():
+
+        @px.function
+        def distribute_train_epoch(dataset: Any) -> Any:
+            def replica_fn(x: Any) -> Any:
+                return jnp.sum(x)
+
+            total = 0
+            for x in dataset:
+                per = my_strategy.experimental_run_v2(replica_fn, args=(x,))
+                total += my_strategy.reduce(px.ReduceOp.SUM, per, axis=None)
+            return total
+
+        dist = my_strategy.experimental_distribute_dataset(px.data.Dataset.range(8).batch(4))
+        for _ in range(2):
+            out.append(distribute_train_epoch(dist))
+    return out
+
+
+@case()
+def s001_datasets_from_function() -> Any:
+    strategy = mirrored(2)
+    seen = []
+
+    def dataset_fn(c: px.InputContext) -> Any:
+        seen.append([c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync])
+        batch_size = c.get_per_replica_batch_size(4)
+        d = px.data.Dataset.from_tensors([[1.0]]).repeat().batch(batch_size)
+        return d.shard(c.num_input_pipelines, c.input_pipeline_id)
+
+    inputs = strategy.experimental_distribute_datasets_from_function(dataset_fn)
+    batch = next(iter(inputs))
+    run = strategy.experimental_run_v2(jnp.sum, args=(batch,))
+    return {"contexts": seen, "batch": batch, "run": run}
+
+
+@case()
+def s001_distribute_unbatched_dataset() -> Any:
+    strategy = mirrored(2)
+    dataset = strategy.experimental_make_numpy_dataset(np.ones([10], dtype=np.float32))
+    return list(strategy.experimental_distribute_dataset(dataset))
+
+
+@case()
+def s001_make_numpy_dataset() -> Any:
+    strategy = mirrored(2)
+    dataset = strategy.extended.experimental_make_numpy_dataset(np.arange(10, dtype=np.float32))
+    distributed = strategy.experimental_distribute_dataset(dataset.batch(4))
+    return {"elements": [float(e) for e in dataset], "distributed": list(distributed)}
+
+
+@case()
+def s001_make_numpy_dataset_nest() -> Any:
+    nest = (np.arange(3, dtype=np.float32), np.arange(6, dtype=np.float32).reshape(3, 2))
+    return list(mirrored(2).experimental_make_numpy_dataset(nest))
+
+
+@case()
+def s001_make_numpy_dataset_list_is_stacked() -> Any:
+    rows = [np.arange(3, dtype=np.float32), np.arange(3, 6).astype(np.float32)]
+    return list(mirrored(2).experimental_make_numpy_dataset(rows))
+
+
+@case()
+def s001_tfrecord_files() -> Any:
+    folder = Path(tempfile.mkdtemp())
+    files = [str(folder / f"{i + 1}.tfr") for i in range(4)]
+    for i, name in enumerate(files):
+        with px.io.TFRecordWriter(name) as writer:
+            for j in range(2):
+                writer.write(b"r%d" % (2 * i + j))
+    strategy = mirrored(2)
+    dataset = px.data.TFRecordDataset(files)
+    with pytest.raises(IndexError):
+        list(strategy.experimental_distribute_dataset(dataset))
+    dist_dataset = strategy.experimental_distribute_dataset(dataset.batch(4))
+    return {"as_in_seed": {"raises": "IndexError"}, "batch4": list(dist_dataset)}
+
+
+@case()
+def s003_distributed_dataset_print() -> Any:
+    dist_dataset = mirrored(2).experimental_distribute_dataset(fives())
+    return [tf_text(str(x)) for x in dist_dataset]
+
+
+@case()
+def s003_distributed_dataset_next_repr() -> Any:
+    dataset_iterator = iter(mirrored(2).experimental_distribute_dataset(fives()))
+    return tf_text(repr(next(dataset_iterator)))
+
+
+@case()
+def s003_distributed_dataset_values() -> Any:
+    return list(mirrored(2).experimental_distribute_dataset(fives()))
+
+
+@case()
+def s003_run_input() -> Any:
+    s = mirrored(2)
+    distributed_values = next(iter(s.experimental_distribute_dataset(fives())))
+
+    @px.function
+    def f(x: Any) -> Any:
+        return x * 2.0
+
+    return s.run(f, args=(distributed_values,))
+
+
+@case()
+def s003_reduce_axis0() -> Any:
+    s = mirrored(2)
+    r = s.reduce(px.ReduceOp.SUM, next(iter(s.experimental_distribute_dataset(fives()))), axis=0)
+    return {"value": r, "repr": tf_text(format_component(r, repr))}
+
+
+@case()
+def s003_distribute_datasets_from_function() -> Any:
+    def dataset_fn(input_context: px.InputContext) -> Any:
+        global_batch_size = 4
+        batch_size = input_context.get_per_replica_batch_size(global_batch_size)
+        dataset = px.data.Dataset.range(8).batch(global_batch_size)
+        dataset = dataset.unbatch().batch(batch_size)
+        return dataset.prefetch(2)
+
+    dist_dataset = mirrored(2).distribute_datasets_from_function(dataset_fn)
+    return [tf_text(str(x)).replace("int32", "int64") for x in dist_dataset]
+
+
+@case()
+def s003_experimental_distribute_dataset() -> Any:
+    s = mirrored(2)
+
+    @px.function
+    def f(x: Any) -> Any:
+        return x * 2.0
+
+    dist_dataset = s.experimental_distribute_dataset(fives())
+    return [tf_text(str(s.run(f, args=(x,)))) for x in dist_dataset]
+
+
+def rebatched(rows: int, size: int, replicas: int) -> Any:
+    dataset = px.data.Dataset.range(rows).batch(size, drop_remainder=False)
+    return list(mirrored(replicas).experimental_distribute_dataset(dataset))
+
+
+@case()
+def s003_rebatch_example_1() -> Any:
+    return rebatched(10, 4, 2)
+
+
+@case()
+def s003_rebatch_example_2() -> Any:
+    return rebatched(8, 4, 3)
+
+
+@case()
+def s003_rebatch_example_3() -> Any:
+    return rebatched(10, 5, 3)
+
+
+@case()
+def s003_autoshard_option() -> Any:
+    dataset = px.data.Dataset.range(16).batch(4)
+    options = px.data.Options()
+    policy = px.data.experimental.AutoShardPolicy.DATA
+    options.experimental_distribute.auto_shard_policy = policy
+    return list(mirrored(2).experimental_distribute_dataset(dataset.with_options(options)))
+
+
 # -- what does not exist yet ----------------------------------------------------------------------
 
-awaits(
-    "px.data",
-    "s000_run_and_reduce_sum",
-    "s001_custom_training_loop",
-    "s001_datasets_from_function",
-    "s001_distribute_unbatched_dataset",
-    "s001_make_numpy_dataset",
-    "s001_make_numpy_dataset_list_is_stacked",
-    "s001_make_numpy_dataset_nest",
-    "s001_tfrecord_files",
-    "s003_autoshard_option",
-    "s003_distribute_datasets_from_function",
-    "s003_distributed_dataset_next_repr",
-    "s003_distributed_dataset_print",
-    "s003_distributed_dataset_values",
-    "s003_experimental_distribute_dataset",
-    "s003_rebatch_example_1",
-    "s003_rebatch_example_2",
-    "s003_rebatch_example_3",
-    "s003_reduce_axis0",
-    "s003_run_input",
-)
 awaits("px.Server", "s002_public_names", "s003_create_local_server")

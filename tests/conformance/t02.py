@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import phalanx as px
-from tests.conformance.harness import awaits, case, differs, mirrored, rc, rid
+from tests.conformance.harness import case, differs, mirrored, rc, rid
 
 # -- scopes ---------------------------------------------------------------------------------------
 
@@ -276,4 +276,8 @@ def ctx_colocate_vars_with_ok() -> Any:
 
 # -- what does not exist yet ----------------------------------------------------------------------
 
-awaits("px.data", "ctx_make_input_fn_iterator_per_replica")
+
+@case()
+def ctx_make_input_fn_iterator_per_replica() -> Any:
+    mode = px.InputReplicationMode.PER_REPLICA
+    return mirrored(2).make_input_fn_iterator(lambda c: None, mode)

@@ -6,6 +6,7 @@ else in the package imports from ``jax._src`` or relies on undocumented behaviou
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import pxla as _pxla
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 # -- backends -----------------------------------------------------------------------------------
 
@@ -87,9 +88,41 @@ def assemble(shape: tuple[int, ...], sharding: Sharding, pieces: Sequence[jax.Ar
     return _array.ArrayImpl(aval, sharding, buffers, committed=True, _skip_checks=True)
 
 
+def put_pieces(
+    shape: tuple[int, ...], sharding: Sharding, pieces: Sequence[Any], devices: Sequence[jax.Device]
+) -> jax.Array:
+    """One global array over `sharding` from a NumPy array for each device, in device order.
+
+    The cheapest way from the host to several devices. JAX does not copy memory that is aligned to 64
+    bytes: CPU devices then use the arrays as they are, so nobody may write into them afterwards.
+    The dtype must be one that JAX has.
+    """
+    aval = _core.ShapedArray(shape, pieces[0].dtype)
+    return _pxla.batched_device_put(aval, sharding, pieces, devices)
+
+
+def put_on(x: Any, device: jax.Device) -> jax.Array:
+    """A NumPy array on one device, uncommitted; the cautions of `put_pieces` apply."""
+    aval = _core.ShapedArray(x.shape, x.dtype)
+    sharding = _single_device_sharding(device)
+    return _pxla.batched_device_put(aval, sharding, [x], [device], committed=False)
+
+
+@functools.cache
+def _single_device_sharding(device: jax.Device) -> Sharding:
+    return SingleDeviceSharding(device)
+
+
 def pieces(x: jax.Array) -> list[jax.Array]:
     """The single-device arrays behind a global array, in device order, without copying."""
     return [shard.data for shard in x.addressable_shards]
+
+
+def span_of(x: jax.Array) -> tuple[jax.Device, ...] | None:
+    """The devices of an array that other processes hold parts of, in mesh order; None for others."""
+    if is_tracer(x) or x.is_fully_addressable:
+        return None
+    return tuple(x.sharding.mesh.devices.flat)  # type: ignore[attr-defined]
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:

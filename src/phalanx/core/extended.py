@@ -17,6 +17,7 @@ import numpy as np
 
 from phalanx.core import context as ctx
 from phalanx.core import lifting
+from phalanx.core.checks import check_numeric, check_variable
 from phalanx.core.combining import Combiner, Communicator
 from phalanx.core.destinations import destination_devices
 from phalanx.core.devices import device_name
@@ -87,6 +88,31 @@ class StrategyExtended:
     def _create_variable(self, spec: VariableSpec) -> Variable:
         """Hook: make a variable."""
         raise UnsupportedError(f"{type(self).__name__} cannot make variables")
+
+    @property
+    def _input_worker(self) -> tuple[int, int]:
+        """Hook: how many workers read input, and which of them this process is."""
+        return 1, 0
+
+    def _any_worker(self, flag: bool) -> bool:
+        """Hook: whether the flag is set on any worker; all of them ask together."""
+        return flag
+
+    def _same_on_workers(self, number: int) -> int:
+        """Hook: the first worker's number; all of them ask together."""
+        return number
+
+    def _distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        """Hook: divide a dataset over workers and replicas."""
+        raise UnsupportedError(f"{type(self).__name__} cannot distribute datasets")
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        """Hook: make a distributed dataset from a function."""
+        raise UnsupportedError(f"{type(self).__name__} cannot distribute datasets")
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Any:
+        """A dataset of the slices of NumPy arrays along their first dimension; a list is stacked."""
+        raise UnsupportedError(f"{type(self).__name__} cannot make datasets")
 
     def _scope(self) -> Any:
         """Hook: the context manager that `Strategy.scope` returns."""
@@ -228,11 +254,11 @@ class StrategyExtended:
 
     def _reduce(self, op: ReduceOp, value: Any, axes: Axes | None) -> Any:
         """`Strategy.reduce` of one leaf: the result is a plain array on the default device."""
-        return self._combiner.reduce(op, value, axes, _default_device())
+        return self._combiner.reduce(op, value, axes, default_device())
 
     def _gather(self, value: Any, axis: int) -> Any:
         """`Strategy.gather` of one leaf."""
-        return self._combiner.gather(value, axis, _default_device())
+        return self._combiner.gather(value, axis, default_device())
 
     # -- broadcasting and updating --------------------------------------------------------------
 
@@ -243,7 +269,8 @@ class StrategyExtended:
         if isinstance(tensor, bool | int | float | complex):
             return tensor
         with ctx.entered(self._strategy, "broadcast_to"):
-            return self._communicator.broadcast(operand_of(tensor), destinations)
+            operand = check_numeric(operand_of(tensor), "broadcast_to")
+            return self._communicator.broadcast(operand, destinations)
 
     def update(
         self,
@@ -338,13 +365,13 @@ class StrategyExtended:
 
     def read_var(self, v: Variable) -> jax.Array:
         """The value of a variable in this context; copies are aggregated if they may differ."""
-        return v.read_value()
+        return check_variable(v, "read_var").read_value()
 
     # -- ownership ------------------------------------------------------------------------------
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Whether this strategy created a variable."""
-        return v.distribute_strategy is self._strategy
+        return check_variable(v, "variable_created_in_scope").distribute_strategy is self._strategy
 
     def value_container(self, value: Any) -> Any:
         """The variable that a copy belongs to; anything else is returned as it is."""
@@ -395,7 +422,7 @@ class StepsContext:
 # -- helpers ------------------------------------------------------------------------------------
 
 
-def _default_device() -> jax.Device:
+def default_device() -> jax.Device:
     """Where JAX puts new arrays in this thread."""
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(chosen, jax.Device):
@@ -420,7 +447,7 @@ def _to_device(device: jax.Device | None, x: Any) -> Any:
 
 def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     checked = []
-    for pair in pairs:
+    for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InvalidTypeError(
                 f"batch_reduce_to needs a list of (value, destinations) pairs. Received: {pair!r}"

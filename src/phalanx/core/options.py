@@ -148,8 +148,24 @@ class InputReplicationMode(NamedEnum):
     PER_REPLICA = "PER_REPLICA"
 
 
-class InputOptions(NamedTuple):
+class _InputOptions(NamedTuple):
+    experimental_fetch_to_device: bool
+    experimental_replication_mode: InputReplicationMode
+    experimental_place_dataset_on_device: bool
+    experimental_per_replica_buffer_size: int
+
+
+class InputOptions(_InputOptions):
     """Options of distributed datasets: placement, prefetching and replication.
+
+    Args:
+        experimental_fetch_to_device: whether elements are put on the replicas' devices ahead of time.
+            If not, they stay NumPy arrays of the host. None, the default, means True.
+        experimental_replication_mode: whether an input function is called once per worker or once per
+            replica.
+        experimental_place_dataset_on_device: with PER_REPLICA and without fetching ahead: put elements
+            on the device when they are asked for.
+        experimental_per_replica_buffer_size: how many elements are prepared ahead; 0 for none.
 
     Examples:
         >>> import phalanx as px
@@ -157,10 +173,24 @@ class InputOptions(NamedTuple):
         1
     """
 
-    experimental_fetch_to_device: bool | None = None
-    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
-    experimental_place_dataset_on_device: bool = False
-    experimental_per_replica_buffer_size: int = 1
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        experimental_fetch_to_device: bool | None = None,
+        experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+        experimental_place_dataset_on_device: bool = False,
+        experimental_per_replica_buffer_size: int = 1,
+    ) -> InputOptions:
+        """Fill in the defaults."""
+        fetch = True if experimental_fetch_to_device is None else experimental_fetch_to_device
+        return super().__new__(
+            cls,
+            fetch,
+            experimental_replication_mode,
+            experimental_place_dataset_on_device,
+            experimental_per_replica_buffer_size,
+        )
 
 
 class InputContext:

@@ -9,8 +9,15 @@ import jax
 
 from phalanx.core import compat
 from phalanx.core import context as ctx
+from phalanx.core.calls import check_call
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
-from phalanx.core.options import RunOptions, ValueContext
+from phalanx.core.options import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    RunOptions,
+    ValueContext,
+)
 from phalanx.core.reduction import ReduceOp, as_axes, as_reduce_op
 from phalanx.core.regrouping import local_results, regroup
 from phalanx.core.structure import map_nest
@@ -93,7 +100,7 @@ class Strategy:
             value at each leaf. A leaf for which every replica returned the very same object, and
             every leaf if there is one replica only, stays plain.
         """
-        _check_call(fn, args, kwargs)
+        check_call(fn, args, kwargs)
         if options is not None and not isinstance(options, RunOptions):
             raise InvalidTypeError(f"options must be px.RunOptions or None. Received: {options!r}")
         ctx.require_cross_replica_or_default(self, "Strategy.run")
@@ -153,6 +160,68 @@ class Strategy:
         with ctx.entered(self, "Strategy.gather"):
             return map_nest(lambda x: self._extended._gather(x, axis), value)
 
+    # -- input ----------------------------------------------------------------------------------
+
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
+        """Divide a dataset of global batches over all workers and replicas.
+
+        Each batch is cut into one piece per replica; the last pieces of a small batch may be empty, but
+        nothing is lost and nothing comes twice. With several workers, each gets its own files or its
+        own part of every batch, as the dataset's `auto_shard_policy` says.
+
+        Args:
+            dataset: a `px.data.Dataset` that was batched by the global batch size, or any other
+                iterable of batches: a list, a generator, a Grain dataset, a torch DataLoader.
+            options: how far to read ahead, and whether to move elements to the devices.
+
+        Returns:
+            A `px.DistributedDataset`: iterating gives a `PerReplica` value for each leaf of an element,
+            or plain values if there is one replica only.
+
+        Examples:
+            >>> import phalanx as px
+            >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> dataset = px.data.Dataset.range(6).batch(4)
+            >>> for batch in strategy.experimental_distribute_dataset(dataset):
+            ...     print([x.tolist() for x in batch.values])
+            [[0, 1], [2, 3]]
+            [[4], [5]]
+        """
+        return self._extended._distribute_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """Make a distributed dataset from a function that builds the dataset of one worker.
+
+        The datasets are used as they are: in each step every replica of the worker takes the next
+        element, so batches must have the size that is right for one replica.
+
+        Args:
+            dataset_fn: takes an `InputContext` and returns a `px.data.Dataset`, or any other iterable.
+                It is called once per worker, or once per replica with
+                `InputReplicationMode.PER_REPLICA`.
+            options: how far to read ahead, where to put elements, and how often to call the function.
+
+        Returns:
+            A `px.DistributedDataset`.
+
+        Examples:
+            >>> import phalanx as px
+            >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+            >>> def dataset_fn(context):
+            ...     size = context.get_per_replica_batch_size(4)
+            ...     dataset = px.data.Dataset.range(8).batch(size)
+            ...     return dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
+            >>> for batch in strategy.distribute_datasets_from_function(dataset_fn):
+            ...     print([x.tolist() for x in batch.values])
+            [[0, 1], [2, 3]]
+            [[4, 5], [6, 7]]
+        """
+        if not callable(dataset_fn):
+            raise InvalidTypeError(f"dataset_fn must be callable. Received: {dataset_fn!r}")
+        return self._extended._distribute_datasets_from_function(dataset_fn, options)
+
     # -- making and looking at values -----------------------------------------------------------
 
     def experimental_distribute_values_from_function(
@@ -194,6 +263,37 @@ class Strategy:
         """`run` on the next element of an iterator, or without arguments; an older form."""
         args = () if input_iterator is None else (_next_element(input_iterator),)
         return self.run(fn, args=args)
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """The name of `distribute_datasets_from_function` before TensorFlow 2.4."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:
+        """A dataset of the slices of NumPy arrays along their first dimension; a list is stacked.
+
+        The name in TensorFlow 2.0; `px.data.Dataset.from_tensor_slices` is the usual way.
+        """
+        return self._extended.experimental_make_numpy_dataset(numpy_input)
+
+    def make_dataset_iterator(self, dataset: Any) -> Any:
+        """An iterator over `experimental_distribute_dataset`; an older form."""
+        return iter(self.experimental_distribute_dataset(dataset))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> Any:
+        """An iterator over `distribute_datasets_from_function`; an older form."""
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise InvalidValueError(
+                "make_input_fn_iterator calls its function once per worker. Use "
+                "distribute_datasets_from_function with px.InputOptions to call it once per replica. "
+                f"Received: replication_mode={replication_mode!r}"
+            )
+        return iter(self.distribute_datasets_from_function(input_fn))
 
     def unwrap(self, value: Any) -> tuple[Any, ...]:
         """The older name of `experimental_local_results`."""
@@ -239,18 +339,6 @@ class Strategy:
         Strategy.__init__(strategy, extended)
         extended._strategy = strategy
         return strategy
-
-
-def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
-    if not callable(fn):
-        raise InvalidTypeError(f"fn must be callable. Received: {fn!r}")
-    if not isinstance(args, list | tuple):
-        raise InvalidValueError(
-            "args must be a list or tuple of positional arguments; for one argument write "
-            f"args=(x,). Received: {args!r} of type {type(args).__name__}"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InvalidValueError(f"kwargs must be a dict or None. Received: {kwargs!r}")
 
 
 def _next_element(iterator: Any) -> Any:

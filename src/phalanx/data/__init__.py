@@ -1,6 +1,7 @@
 """`px.data`: datasets as plans that run on whole batches at once."""
 
 from phalanx.data import experimental
+from phalanx.data.audit import AuditReport, audit
 from phalanx.data.checks import AUTOTUNE
 from phalanx.data.dataset import Dataset
 from phalanx.data.elements import DatasetSpec, Ragged, RaggedSpec
@@ -21,6 +22,7 @@ __all__ = [
     "AUTOTUNE",
     "INFINITE_CARDINALITY",
     "UNKNOWN_CARDINALITY",
+    "AuditReport",
     "CsvDataset",
     "Dataset",
     "DatasetSpec",
@@ -34,5 +36,6 @@ __all__ = [
     "TFRecordOptions",
     "TFRecordWriter",
     "TextLineDataset",
+    "audit",
     "experimental",
 ]

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from phalanx.core import context as ctx
+from phalanx.core.checks import check_variable, first_by_name
 from phalanx.core.errors import ContextError
-from phalanx.core.extended import StrategyExtended
 from phalanx.core.replica_context import ReplicaContext
 from phalanx.core.strategy import Strategy
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import ResourceVariable, Variable
+from phalanx.strategies.input import DistributesInput
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -31,7 +32,7 @@ class DefaultStrategy(Strategy):
         super().__init__(DefaultExtended(self))
 
 
-class DefaultExtended(StrategyExtended):
+class DefaultExtended(DistributesInput):
     """What the default strategy does."""
 
     _wraps_values = False
@@ -63,11 +64,11 @@ class DefaultExtended(StrategyExtended):
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """The first variable by name."""
-        return min(var_list, key=lambda v: v.name)
+        return first_by_name(var_list)
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Whether a variable was made without a strategy."""
-        return v.distribute_strategy is None
+        return check_variable(v, "variable_created_in_scope").distribute_strategy is None
 
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

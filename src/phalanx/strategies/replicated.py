@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from phalanx.core import compat, lifting
 from phalanx.core.errors import InvalidTypeError
-from phalanx.core.extended import StrategyExtended
 from phalanx.core.structure import leaves
 from phalanx.core.values import check_count, place
 from phalanx.execution.compiled import in_compiled_run, run_compiled, run_inlined
 from phalanx.execution.eager import run_replicas
+from phalanx.strategies.input import DistributesInput
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
 
 
-class ReplicatedExtended(StrategyExtended):
+class ReplicatedExtended(DistributesInput):
     """Replicas on a fixed list of local devices."""
 
     def __init__(

@@ -1,0 +1,102 @@
+"""From the host to the replicas: what the rows of a step become on the devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.core import compat
+from phalanx.core.errors import InvalidTypeError
+from phalanx.core.values import Layout, PerReplica, stacked_over
+from phalanx.data.elements import Ragged, unflatten
+from phalanx.data.feeding import RowsOf, Step
+
+ALIGNMENT = 64
+"""Where memory must begin so that CPU devices use it without copying."""
+
+_TIMES = "mM"
+_STRINGS = "OUS"
+
+
+class Delivery:
+    """Brings steps to the replicas' devices.
+
+    Everything is copied once, into memory that nobody else knows: sources and functions of the user may
+    write into their arrays again. CPU devices then use that memory as it is.
+
+    Args:
+        devices: the device of each local replica.
+        wraps: whether leaves become `PerReplica` values; if not, there is one replica only.
+        to_device: whether to move arrays to the devices; if not, they stay NumPy arrays.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device], wraps: bool, to_device: bool) -> None:
+        self._devices = tuple(devices)
+        self._wraps = wraps
+        self._to_device = to_device
+        self._sharding = stacked_over(self._devices)
+
+    def element(self, step: Step) -> Any:
+        """The element that a step is for the strategy."""
+        return unflatten(step.structure, [self.leaf(parts) for parts in step.parts])
+
+    def leaf(self, parts: Sequence[Any]) -> Any:
+        """One leaf of an element, from the part of each replica."""
+        first = parts[0]
+        if isinstance(first, Ragged | str | bytes):
+            return self._on_host(parts)
+        if first.dtype.kind in _STRINGS:
+            return self._on_host([part.astype(object) for part in parts])
+        if not self._to_device:
+            return self._on_host([owned([part], part.shape)[0] for part in parts])
+        if any(part.shape != first.shape for part in parts):
+            return PerReplica([self._place(x, d) for x, d in zip(parts, self._devices, strict=True)])
+        if not self._wraps:
+            return self._place(first, self._devices[0])
+        shape = first.shape or (1,)
+        pieces = owned(parts, shape)
+        whole = (shape[0] * len(pieces), *shape[1:])
+        array = compat.put_pieces(whole, self._sharding, pieces, self._devices)
+        return PerReplica.from_global(array, Layout(len(pieces), not first.shape))
+
+    def _place(self, part: Any, device: jax.Device) -> jax.Array:
+        return compat.put_on(owned([part], part.shape)[0], device)
+
+    def _on_host(self, parts: Sequence[Any]) -> Any:
+        return PerReplica(parts) if self._wraps else parts[0]
+
+
+def narrow(dtype: Any) -> np.dtype[Any]:
+    """The dtype that JAX has for a NumPy array: 64-bit numbers are narrowed, unless x64 is enabled."""
+    dtype = np.dtype(dtype)
+    if dtype.kind in _STRINGS:
+        return np.dtype(object)
+    if dtype.kind in _TIMES:
+        raise InvalidTypeError(
+            "Devices have no times. Make numbers of them in a map function. "
+            f"Received: an array of dtype {dtype}"
+        )
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def owned(parts: Sequence[Any], shape: tuple[int, ...]) -> list[NDArray[Any]]:
+    """Copies of arrays of one size, each at the beginning of an aligned part of one new block."""
+    dtype = narrow(parts[0].dtype)
+    size = math.prod(shape) * dtype.itemsize
+    stride = -(-size // ALIGNMENT) * ALIGNMENT
+    block = np.empty(stride * len(parts) + ALIGNMENT, np.uint8)
+    start = -block.ctypes.data % ALIGNMENT
+    copies = []
+    for i, part in enumerate(parts):
+        copy: NDArray[Any] = np.ndarray(shape, dtype, block, start + i * stride)
+        if isinstance(part, RowsOf):
+            part.copy_to(copy)
+        else:
+            np.copyto(copy, part.reshape(shape), casting="unsafe")
+        copies.append(copy)
+    return copies

@@ -1,0 +1,364 @@
+"""Distributed datasets: what strategies make of datasets, and their iterators."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from phalanx.core import context as ctx
+from phalanx.core.errors import InvalidValueError, OutOfRangeError
+from phalanx.core.options import InputOptions
+from phalanx.core.pulls import begins_loop, gives_elements
+from phalanx.data.background import Ahead, AtOnce, Items
+from phalanx.data.delivery import Delivery
+from phalanx.data.elements import leaves_of_spec, structure_of
+from phalanx.data.feeding import Feed, Feeds, Step
+from phalanx.data.iterator import Epochs
+from phalanx.data.node import INFINITE, Node, Run
+from phalanx.data.optional import Optional
+from phalanx.data.place import Place
+from phalanx.data.rebatching import BEGINNING, Position, empty_leaf
+from phalanx.data.sharding import Division
+from phalanx.data.specs import on_replicas
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+State = Mapping[str, Any]
+
+
+class DistributedDataset:
+    """A dataset whose elements are divided over the replicas of a strategy.
+
+    Made by `Strategy.experimental_distribute_dataset` and
+    `Strategy.distribute_datasets_from_function`. Each iteration is one epoch. In every step each
+    replica gets its part of each leaf; parts may be empty, but nothing is lost.
+
+    Examples:
+        >>> import phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> dataset = px.data.Dataset.from_tensor_slices([5.0, 6.0, 7.0, 8.0]).batch(2)
+        >>> for x in strategy.experimental_distribute_dataset(dataset):
+        ...     print(x)
+        PerReplica:{
+          0: Array([5.], shape=(1,), dtype=float32),
+          1: Array([6.], shape=(1,), dtype=float32)
+        }
+        PerReplica:{
+          0: Array([7.], shape=(1,), dtype=float32),
+          1: Array([8.], shape=(1,), dtype=float32)
+        }
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        options: InputOptions,
+        division: Division,
+        nodes: Sequence[Node],
+        reference: Node | None,
+        plan: Callable[[Place], DistributedDataset],
+        deterministic: bool = True,
+    ) -> None:
+        self._place, self._options, self._division = place, options, division
+        self._nodes, self._reference, self._plan = list(nodes), reference, plan
+        self._deterministic = deterministic
+        self._epochs = Epochs()
+        self._epochs.go_on_from({"epoch": -1, "seed": place.shared_seed()})
+
+    # -- looking at it ---------------------------------------------------------------------------
+
+    @property
+    def element_spec(self) -> Any:
+        """What is known of the elements: a `PerReplicaSpec` for each leaf, or a plain spec."""
+        spec = self._pieces(BEGINNING, 0).element_spec
+        return on_replicas(spec, self._place.replicas, self._place.wraps, self._sizes_are_fixed())
+
+    def _sizes_are_fixed(self) -> bool:
+        if self._place.workers > 1:
+            return False
+        if self._division.policy != "NONE" or self._place.replicas == 1:
+            return True
+        count = self.cardinality
+        return count == INFINITE or (count >= 0 and count % self._place.replicas == 0)
+
+    @property
+    def cardinality(self) -> int:
+        """The number of elements of the dataset that was given: global batches, not pieces.
+
+        `px.data.INFINITE_CARDINALITY` (-1) if it never ends, `px.data.UNKNOWN_CARDINALITY` (-2) if
+        nobody knows.
+        """
+        return self._nodes[0].cardinality if self._reference is None else self._reference.cardinality
+
+    def describe(self) -> str:
+        """How the dataset is divided, and which rows or files each worker and replica reads."""
+        from phalanx.data.describing import describe
+
+        return describe(self._division, self._place, self._nodes, self._reference)
+
+    # -- iterating -------------------------------------------------------------------------------
+
+    @begins_loop
+    @begins_loop
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(self, self._epochs.start())
+
+    def iterator(self, state: State | None = None) -> DistributedIterator:
+        """An iterator, from the beginning or from a `state` of an earlier one."""
+        iterator = DistributedIterator(self, self._epochs.start())
+        if state is not None:
+            iterator.restore(state)
+        return iterator
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Combine all elements: ``state = reduce_func(state, element)``."""
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
+
+    def _as_worker(self, worker: int) -> DistributedDataset:
+        """The same dataset as another worker would have it, in this process."""
+        if worker == self._place.worker:
+            return self
+        return self._plan(self._place.alone_as(worker))
+
+    def _pieces(self, start: Position, steps: int) -> Node:
+        return self._division.pieces(self._nodes[0], start, steps)
+
+    def _feed(self, run: Run, start: Position, steps: int) -> Feed | Feeds:
+        """Open what this worker reads."""
+        if len(self._nodes) > 1:
+            runs = [run.in_branch(i) for i in range(len(self._nodes))]
+            pairs = zip(self._nodes, runs, strict=True)
+            return Feeds([Feed(node, 1, own, start) for node, own in pairs])
+        return Feed(self._pieces(start, steps), self._place.replicas, run, start)
+
+    def _delivery(self) -> Delivery:
+        options = self._options
+        to_device = options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
+        return Delivery(self._place.devices(), self._place.wraps, to_device)
+
+    def __repr__(self) -> str:
+        place = self._place
+        return (
+            f"<px.DistributedDataset: {place.workers} worker(s) of {place.replicas} replica(s), "
+            f"policy {self._division.policy}>"
+        )
+
+
+class _Production:
+    """Reads steps and brings them to the devices; runs in a thread that must not keep its iterator."""
+
+    def __init__(self, open_feed: Callable[[], Feed | Feeds], delivery: Delivery) -> None:
+        self._open_feed, self._delivery = open_feed, delivery
+        self._feed: Feed | Feeds | None = None
+
+    def __call__(self) -> Iterator[tuple[Any, Step]]:
+        feed = self._feed = self._open_feed()
+        try:
+            while (step := feed.next()) is not None:
+                yield self._delivery.element(step), step
+        finally:
+            feed.close()
+
+    def cancel(self) -> None:
+        if self._feed is not None:
+            self._feed.cancel()
+
+
+class DistributedIterator:
+    """Yields the elements of a `DistributedDataset`, one per step, and knows where it is.
+
+    The next elements are prepared and moved to the devices in a background thread, which ends with the
+    iterator. `state` and `restore` save and continue an epoch in the middle.
+
+    Examples:
+        >>> import phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> dataset = px.data.Dataset.range(100).shuffle(100).batch(4)
+        >>> iterator = iter(strategy.experimental_distribute_dataset(dataset))
+        >>> first = next(iterator)
+        >>> state = iterator.state()
+        >>> expected = strategy.gather(next(iterator), axis=0)
+        >>> one_device = px.OneDeviceStrategy("CPU:0")
+        >>> iterator = one_device.experimental_distribute_dataset(dataset).iterator(state)
+        >>> bool((next(iterator) == expected).all())
+        True
+    """
+
+    def __init__(self, dataset: DistributedDataset, state: State) -> None:
+        self._dataset, self._place = dataset, dataset._place
+        self._lock = threading.RLock()
+        self._items: Items[tuple[Any, Step]] | None = None
+        self._nothing: Any = None
+        self._meets: bool | None = None
+        self._begin(state)
+
+    def _begin(self, state: State) -> None:
+        self._epoch, self._seed = int(state["epoch"]), int(state["seed"])
+        self._position = Position(int(state["index"]), int(state.get("rows", 0)))
+        self._steps = int(state.get("step", 0))
+        self._ended = False
+
+    def _open(self) -> Items[tuple[Any, Step]]:
+        dataset = self._dataset
+        run = Run(self._seed, (self._epoch,), deterministic=dataset._deterministic)
+        position, steps = self._position, self._steps
+        work = _Production(lambda: dataset._feed(run, position, steps), dataset._delivery())
+        depth = dataset._options.experimental_per_replica_buffer_size
+        if depth == 0:
+            return AtOnce(work)
+        items = Ahead(work, depth)
+        weakref.finalize(self, items.stop, False)
+        return items
+
+    # -- elements --------------------------------------------------------------------------------
+
+    gives_elements_to_functions = True
+
+    @begins_loop
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    @gives_elements
+    def __next__(self) -> Any:
+        element = self.get_next_as_optional()
+        if not element.has_value():
+            raise StopIteration
+        return element.get_value()
+
+    @gives_elements
+    def get_next(self, name: str | None = None) -> Any:
+        """The next element; an `OutOfRangeError` at the end."""
+        del name
+        element = self.get_next_as_optional()
+        if not element.has_value():
+            raise OutOfRangeError("The end of the distributed dataset was reached.")
+        return element.get_value()
+
+    @gives_elements
+    def get_next_as_optional(self) -> Optional:
+        """The next element as an `Optional`, which is empty at the end."""
+        strategy = self._place.strategy
+        ctx.require_same_strategy(strategy, "next(iterator)")
+        if ctx.active_replica() is not None:
+            raise InvalidValueError(
+                "next(iterator) gives the parts of all replicas, so it must be called outside of the "
+                "function that runs on replicas: strategy.run(fn, args=(next(iterator),))."
+            )
+        with self._lock:
+            found, element = self._next()
+        return Optional(element) if found else Optional.empty(None)
+
+    def _next(self) -> tuple[bool, Any]:
+        if self._ended:
+            return False, None
+        if self._items is None:
+            self._items = self._open()
+        item = self._items.get()
+        if not self._any_worker_has(item is not None):
+            self.close()
+            return False, None
+        self._steps += 1
+        if item is None:
+            return True, self._element_without_rows()
+        element, step = item
+        self._position = step.position
+        return True, element
+
+    def _any_worker_has(self, has: bool) -> bool:
+        """Workers that read different rows go on until all have ended."""
+        place = self._place
+        if place.workers == 1 or self._dataset._division.is_shared:
+            return has
+        if self._meets is None:
+            self._meets = place.any_worker(self._dataset.cardinality != INFINITE)
+        return place.any_worker(has) if self._meets else has
+
+    def _element_without_rows(self) -> Any:
+        if self._nothing is None:
+            spec = self._dataset._pieces(BEGINNING, 0).element_spec
+            parts = [[empty_leaf(leaf)] * self._place.replicas for leaf in leaves_of_spec(spec)]
+            step = Step(parts, structure_of(spec), self._position)
+            self._nothing = self._dataset._delivery().element(step)
+        return self._nothing
+
+    @property
+    def element_spec(self) -> Any:
+        """What is known of the elements; see `DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
+
+    # -- position --------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, int]:
+        """The position, as a small dictionary that can be written as JSON.
+
+        `epoch` counts iterations of the dataset, `index` the global batches of this one that were
+        delivered, and `seed` is where all shuffling comes from. It does not depend on how many replicas
+        there are.
+        """
+        with self._lock:
+            state = {"epoch": self._epoch, "index": self._position.elements, "seed": self._seed}
+            if self._position.rows:
+                state["rows"] = self._position.rows
+            if not self._dataset._division.is_shared:
+                place = self._place
+                state |= {"step": self._steps, "worker": place.worker, "workers": place.workers}
+            return state
+
+    def restore(self, state: State) -> None:
+        """Continue from a position that `state` returned, of this or of another strategy's iterator.
+
+        The next iteration of the dataset is then the one after that position's.
+        """
+        _check_state(state, self._place, self._dataset._division)
+        with self._lock:
+            self.close()
+            self._dataset._epochs.go_on_from({"epoch": int(state["epoch"]), "seed": int(state["seed"])})
+            self._begin(state)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the background thread, and give back files. The iterator has then ended."""
+        items, self._items, self._ended = self._items, None, True
+        if items is not None:
+            items.stop()
+
+    def __enter__(self) -> DistributedIterator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check_state(state: Any, place: Place, division: Division) -> None:
+    numbers = {"epoch", "index", "seed"}
+    right = isinstance(state, Mapping) and all(isinstance(state.get(key), int) for key in numbers)
+    if not right:
+        raise InvalidValueError(
+            "A position has the keys epoch, index and seed with whole numbers, as state() returns it. "
+            f"Received: {state!r}"
+        )
+    if state.get("rows") and (division.policy == "DATA" or division.batch is None):
+        raise InvalidValueError(
+            "The position is in the middle of a batch, because it comes from an input that is cut by "
+            f"the nominal batch size; this one is not. Received: {state!r}"
+        )
+    where = (state.get("worker", 0), state.get("workers", 1))
+    here = (0, 1) if division.is_shared else (place.worker, place.workers)
+    if where != here:
+        raise InvalidValueError(
+            "With this auto-shard policy every worker reads rows of its own, so a position can only be "
+            f"restored on the same worker of as many workers: {here[0]} of {here[1]}. "
+            f"Received: a position of worker {where[0]} of {where[1]}"
+        )

@@ -1,0 +1,160 @@
+"""What one worker's replicas get, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.columns import Chunk, Column, as_slice
+from phalanx.data.elements import structure_of
+from phalanx.data.node import Cursor, GatherCursor, Node, Run, open_plan, read_exactly
+from phalanx.data.rebatching import BEGINNING, PieceCursor, Position, no_rows_like
+
+
+class RowsOf:
+    """Rows of a column that have not been fetched yet: whoever needs them says where to.
+
+    Args:
+        column: where the rows are.
+        numbers: which rows, in the shape that they are to have.
+        where: the same as a slice, if the numbers are consecutive.
+    """
+
+    __slots__ = ("_column", "_numbers", "_where", "dtype", "shape")
+
+    def __init__(self, column: NDArray[Any], numbers: NDArray[Any], where: slice | None) -> None:
+        self._column, self._numbers, self._where = column, numbers, where
+        self.shape: tuple[int, ...] = (*numbers.shape, *column.shape[1:])
+        self.dtype: np.dtype[Any] = column.dtype
+
+    def copy_to(self, out: NDArray[Any]) -> None:
+        """Fetch the rows into an array of their shape."""
+        rows = out.reshape(-1, *self._column.shape[1:])
+        if self._where is not None:
+            np.copyto(rows, self._column[self._where], casting="unsafe")
+        elif out.dtype == self.dtype:
+            self._column.take(self._numbers.reshape(-1), axis=0, out=rows, mode="clip")
+        else:
+            np.copyto(rows, self._column.take(self._numbers.reshape(-1), axis=0), casting="unsafe")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        rows = self._column.take(self._numbers, axis=0)
+        return rows if dtype is None else rows.astype(dtype)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: for each leaf of an element, the part of each replica; and how far that reaches."""
+
+    parts: list[list[Any]]
+    structure: Any
+    position: Position
+
+    def rows(self) -> int:
+        """How many rows all replicas have together, judged by the first leaf."""
+        return sum(part.shape[0] if len(part.shape) else 1 for part in self.parts[0])
+
+
+class Feed:
+    """Reads a plan of pieces, one per replica and step. Missing pieces of the last step are empty.
+
+    Args:
+        node: the plan. With `Pieces` or `SizedPieces` on top the position is in batches; otherwise
+            elements count as pieces.
+        replicas: how many pieces a step takes.
+        run: the run of the plan.
+        start: from where to begin.
+    """
+
+    def __init__(self, node: Node, replicas: int, run: Run, start: Position = BEGINNING) -> None:
+        self._node, self._replicas = node, replicas
+        self._cursor = open_plan(node, run)
+        # Rows are fetched straight to where they are needed.
+        gathers = isinstance(self._cursor, GatherCursor)
+        self._columns: Sequence[Column] | None = self._cursor.columns if gathers else None  # type: ignore[attr-defined]
+        self._pieces: Cursor = self._cursor.inputs[0] if gathers else self._cursor
+        self._structure: Any = None
+        self._elements = start.elements
+        if start.elements and not hasattr(node, "start"):
+            self._pieces.skip(start.elements * getattr(node, "per_batch", 1))
+
+    def next(self) -> Step | None:
+        """The next step; None at the end."""
+        chunk = read_exactly(self._pieces, self._replicas)
+        if chunk is None:
+            return None
+        self._elements += chunk.count
+        columns = chunk.columns if self._columns is None else self._fetched(chunk)
+        parts = [list(column) for column in columns]
+        for column in parts:
+            column.extend(no_rows_like(column[0]) for _ in range(self._replicas - chunk.count))
+        return Step(parts, self._structure_now(), self._position())
+
+    def _fetched(self, chunk: Chunk) -> list[list[Any]]:
+        assert self._columns is not None
+        (numbers,) = chunk.columns
+        pieces = [(np.asarray(x), as_slice(np.asarray(x).reshape(-1))) for x in numbers]
+        return [[_rows_of(column, *piece) for piece in pieces] for column in self._columns]
+
+    def _structure_now(self) -> Any:
+        if self._structure is None:
+            found = getattr(self._pieces, "structure", None)
+            self._structure = structure_of(self._node.element_spec) if found is None else found
+        return self._structure
+
+    def _position(self) -> Position:
+        if isinstance(self._pieces, PieceCursor):
+            return self._pieces.position
+        return Position(self._elements)
+
+    def cancel(self) -> None:
+        """Wake whoever waits in this feed; may be called by any thread."""
+        self._cursor.cancel()
+
+    def close(self) -> None:
+        """Give back threads and files."""
+        self._cursor.close()
+
+
+class Feeds:
+    """Several feeds side by side, one per replica."""
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        self._feeds = list(feeds)
+
+    def next(self) -> Step | None:
+        """One step of each; those that have ended give no rows."""
+        steps = [feed.next() for feed in self._feeds]
+        there = next((step for step in steps if step is not None), None)
+        if there is None:
+            return None
+        columns: list[list[Any]] = []
+        for i, parts in enumerate(there.parts):
+            nothing = no_rows_like(parts[0])
+            columns.append([nothing if step is None else step.parts[i][0] for step in steps])
+        longest = max((step.position for step in steps if step is not None), key=lambda p: p.elements)
+        return Step(columns, there.structure, longest)
+
+    def cancel(self) -> None:
+        """Wake whoever waits in one of them."""
+        for feed in self._feeds:
+            feed.cancel()
+
+    def close(self) -> None:
+        """Give back threads and files of all."""
+        with contextlib.ExitStack() as stack:
+            for feed in self._feeds:
+                stack.callback(feed.close)
+
+
+def _rows_of(column: Column, numbers: NDArray[Any], where: slice | None) -> Any:
+    if isinstance(column, list):
+        return column[int(numbers)]
+    if column.dtype.kind == "O":
+        return column.take(numbers, axis=0)
+    return RowsOf(column, numbers, where)

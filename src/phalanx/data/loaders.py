@@ -1,0 +1,214 @@
+"""Any iterable of batches as a source: lists, generators, Grain, torch DataLoaders, tf.data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from phalanx.core.errors import InvalidOperandError, InvalidValueError, StructureMismatchError
+from phalanx.data.columns import Chunk
+from phalanx.data.elements import as_leaf, spec_of, unflatten
+from phalanx.data.node import UNKNOWN, Cursor, Node, Run
+
+
+@dataclass
+class _Reading:
+    """What is remembered between readings of one iterable."""
+
+    started: bool = False
+    peeked: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Loader(Node):
+    """The elements of an iterable, each as it comes.
+
+    An iterable is read anew in each epoch. An iterator, such as a generator, can be read once.
+    """
+
+    source: Any = ()
+    _reading: _Reading = field(default_factory=_Reading)
+
+    @property
+    def is_one_shot(self) -> bool:
+        """Whether it can be read only once."""
+        return isinstance(self.source, Iterator)
+
+    def known_spec(self) -> Any | None:
+        """Only elements can tell."""
+        return None
+
+    @property
+    def element_spec(self) -> Any:
+        """Found out by the first element. An iterator keeps it until it is read."""
+        elements = self._reading.peeked
+        if not elements:
+            if self.is_one_shot and self._reading.started:
+                raise InvalidValueError(
+                    "The elements of a generator are described by the first one, which has been read. "
+                    f"Received: {self.source!r}"
+                )
+            first = next(iter(self.source), None)
+            if first is None:
+                raise InvalidValueError(
+                    f"There is no element to describe. Received: an empty {type(self.source).__name__}"
+                )
+            elements.append(first)
+        leaves, structure = flatten(elements[0])
+        # Batches of a loader may differ in size, and the last one usually does.
+        specs = [spec_of(leaf) for leaf in leaves]
+        return unflatten(structure, [_unsized(spec) for spec in specs])
+
+    @property
+    def cardinality(self) -> int:
+        """The length, if the iterable has one."""
+        try:
+            return len(self.source)
+        except TypeError:
+            return UNKNOWN
+
+    def open(self, run: Run) -> Cursor:
+        """Begin to iterate."""
+        reading = self._reading
+        if not self.is_one_shot:
+            _set_epoch(self.source, run.passes[0])
+            return _LoaderCursor(self.source, [])
+        if reading.started:
+            raise InvalidValueError(
+                "A generator can be read once, and this one has been. Give an iterable that begins "
+                "anew, such as px.data.Dataset.from_generator(function, …). "
+                f"Received: {self.source!r}"
+            )
+        reading.started = True
+        return _LoaderCursor(self.source, reading.peeked)
+
+
+def _unsized(spec: Any) -> Any:
+    return type(spec)((None, *spec.shape[1:]), spec.dtype) if spec.shape else spec
+
+
+def _set_epoch(source: Any, epoch: int) -> None:
+    """Tell a loader that shuffles by epoch which one begins."""
+    for knows in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
+        set_epoch = getattr(knows, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+            return
+
+
+class _LoaderCursor(Cursor):
+    def __init__(self, source: Iterable[Any], peeked: list[Any]) -> None:
+        self._source, self._peeked = source, peeked
+        self._iterator: Iterator[Any] | None = None
+        self._skipped = 0
+        self.structure: Any = None
+
+    def _open(self) -> Iterator[Any]:
+        if self._iterator is None:
+            if isinstance(self._source, list | tuple):
+                self._iterator = iter(self._source[self._skipped :])
+            else:
+                self._iterator = iter(self._source)
+        return self._iterator
+
+    def _next(self) -> Any:
+        return self._peeked.pop() if self._peeked else next(self._open())
+
+    def read(self, limit: int) -> Chunk | None:
+        """One element at a time: they are usually batches."""
+        try:
+            element = self._next()
+        except StopIteration:
+            return None
+        leaves, structure = flatten(element)
+        if self.structure is None:
+            self.structure = structure
+        elif structure != self.structure:
+            raise StructureMismatchError(
+                f"All elements must have one structure. Received: {structure} after {self.structure}"
+            )
+        return Chunk([[leaf] for leaf in leaves], 1)
+
+    def skip(self, count: int) -> int:
+        """Leave out elements; a list is not even looked at."""
+        if self._iterator is None and isinstance(self._source, list | tuple):
+            left = len(self._source) - self._skipped
+            self._skipped += min(count, left)
+            return min(count, left)
+        for done in range(count):
+            try:
+                self._next()
+            except StopIteration:
+                return done
+        return count
+
+    def close(self) -> None:
+        """Let go of the iterator."""
+        close = getattr(self._iterator, "close", None)
+        if close is not None:
+            close()
+        self._source, self._iterator = (), iter(())
+
+
+def as_loader(source: Any) -> Loader:
+    """A source from what a user gave instead of a dataset."""
+    usable = isinstance(source, Iterable) or hasattr(source, "__getitem__")
+    if not usable or isinstance(source, str | bytes | Mapping | np.ndarray | jax.Array):
+        raise InvalidOperandError(
+            "A px.data.Dataset or another iterable of batches is needed. For arrays use "
+            "px.data.Dataset.from_tensor_slices(arrays).batch(size). "
+            f"Received: {source!r} of type {type(source).__name__}"
+        )
+    return Loader((), source)
+
+
+# -- elements of other libraries -------------------------------------------------------------------
+
+
+def flatten(element: Any) -> tuple[list[Any], Any]:
+    """The leaves of an element of any library, as NumPy arrays, and the structure around them."""
+    found, structure = tree_util.tree_flatten(_plain(element), is_leaf=_is_array)
+    return [as_leaf(_to_numpy(x)) for x in found], structure
+
+
+def _plain(nest: Any) -> Any:
+    """Containers as JAX knows them; a list of numbers or strings stays a list, which is an array."""
+    if isinstance(nest, Mapping) and not isinstance(nest, dict):
+        return {key: _plain(value) for key, value in nest.items()}
+    if isinstance(nest, dict):
+        return type(nest)((k, _plain(v)) for k, v in nest.items()) if type(nest) is dict else nest
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*map(_plain, nest))
+    if isinstance(nest, tuple) or (isinstance(nest, list) and not _is_array(nest)):
+        return type(nest)(map(_plain, nest))
+    return nest
+
+
+def _is_array(x: Any) -> bool:
+    """Whether a list is an array that was written out, rather than a structure of arrays."""
+    if not isinstance(x, list):
+        return False
+    return all(
+        isinstance(item, bool | int | float | complex | str | bytes) or _is_array(item) for item in x
+    )
+
+
+def _to_numpy(x: Any) -> Any:
+    if isinstance(x, np.ndarray | np.generic | jax.Array | Sequence):
+        return x
+    for name in ("detach", "cpu"):  # torch
+        step = getattr(x, name, None)
+        if callable(step):
+            x = step()
+    numpy = getattr(x, "numpy", None)  # torch, TensorFlow
+    if callable(numpy):
+        try:
+            return numpy()
+        except TypeError:  # torch.bfloat16, which NumPy does not know by itself
+            return np.asarray(jax.dlpack.from_dlpack(x))
+    return x
