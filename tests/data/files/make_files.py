@@ -1,7 +1,7 @@
-"""Makes the files under ``from_tensorflow``, and what TensorFlow reads from them. Needs TensorFlow only.
+"""Makes the files under ``from_tensorflow``, and what TensorFlow reads from them. Needs TensorFlow.
 
-Without arguments it makes them again. With names of TFRecord files that Phalanx wrote, each followed by its
-compression ("" for none), it checks that TensorFlow reads the records of ``plain.tfrecord`` from them.
+Without arguments it makes them again. With names of TFRecord files that Phalanx wrote, each followed by
+its compression ("" for none), it checks that TensorFlow reads the records of ``plain.tfrecord`` there.
 """
 
 from __future__ import annotations

@@ -75,23 +75,25 @@ def vectorised(texts: Sequence[bytes]) -> Words:
     """`crc32c_of_each` with NumPy alone."""
     if not texts:
         return np.zeros(0, np.uint32)
-    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts)) + 4  # with the initial value
     width = _width(float(lengths.mean()))
     size = 4 * width
-    counts = -(-(lengths + 4) // size)  # 4 bytes in front stand for the initial value
+    counts = -(-lengths // size)
     last = np.cumsum(counts)
     first = last - counts
     behind = np.repeat(last, counts) - 1 - np.arange(last[-1])  # blocks that follow in the same text
     stop = np.repeat(np.cumsum(lengths), counts) - behind * size
     room = size * counts - lengths  # bytes before each text in its first block
-    padded = np.frombuffer(b"".join([bytes(size), *texts]), np.uint8)
+    padded = np.frombuffer(_initial().join([bytes(size), *texts]), np.uint8)
     windows = np.lib.stride_tricks.sliding_window_view(padded, size)
     remainders = np.empty(last[-1], np.uint32)
     step = max(1, _BLOCK_BYTES // size)
     for low in range(0, len(remainders), step):
         rows = windows[stop[low : low + step]]
         here = slice(*np.searchsorted(first, [low, low + step]))
-        _blank(rows, first[here] - low, room[here])
+        heads = rows[first[here] - low]
+        heads[np.arange(size) < room[here, None]] = 0
+        rows[first[here] - low] = heads
         remainders[low : low + step] = _fold(rows.view("<u4"))
     total = np.bitwise_xor.reduceat(_times_powers(remainders, width, behind), first)
     return _times_power(total, 1) ^ _ONES
@@ -103,14 +105,6 @@ def _width(mean: float) -> int:
     while width < _WIDEST and 4 * width * 8 < mean:
         width *= 2
     return width
-
-
-def _blank(rows: np.ndarray[Any, Any], which: np.ndarray[Any, Any], room: np.ndarray[Any, Any]) -> None:
-    """Put zeros before the texts that begin in these rows, and the initial value right before them."""
-    heads = rows[which]
-    heads[np.arange(rows.shape[1]) < room[:, None]] = 0
-    heads[np.arange(len(heads))[:, None], room[:, None] + np.arange(-4, 0)] = _initial()
-    rows[which] = heads
 
 
 def _fold(words: Words) -> Words:
@@ -161,10 +155,10 @@ def _sums(images: Words) -> Words:
 
 
 @functools.cache
-def _initial() -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _initial() -> bytes:
     """The four bytes after which the remainder is all ones, the value at which a CRC starts."""
     value = 0xFFFFFFFF
     for _ in range(32):  # divide by x
         value = ((value ^ _POLYNOMIAL) << 1 | 1) if value & 0x80000000 else value << 1
         value &= 0xFFFFFFFF
-    return np.array([value], "<u4").view(np.uint8)
+    return value.to_bytes(4, "little")

@@ -267,6 +267,7 @@ class Example:
     def __init__(self, features: Features | None = None) -> None:
         if features is not None and not isinstance(features, Features):
             raise InvalidTypeError(f"features must be px.train.Features. Received: {features!r}")
+        self._is_set = features is not None
         self.features = Features() if features is None else features
 
     def SerializeToString(self, deterministic: bool | None = None) -> bytes:  # noqa: N802
@@ -276,6 +277,8 @@ class Example:
             deterministic: accepted as in TensorFlow; features always stand in the order of their names.
         """
         self.features._check()
+        if not self._is_set and not self.features.feature:
+            return b""
         return wire.write_example({k: f._pack() for k, f in self.features.feature.items()})
 
     @classmethod
@@ -302,7 +305,7 @@ class Example:
             raise InvalidArgumentError(
                 f"The name of a feature is not UTF-8. Received: {error.object!r}"
             ) from error
-        self.features = Features(feature)
+        self._is_set, self.features = bool(data), Features(feature)
         return len(data)
 
     def __eq__(self, other: object) -> bool:

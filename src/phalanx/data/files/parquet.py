@@ -15,7 +15,7 @@ from phalanx.core.errors import (
     InvalidArgumentError,
     InvalidTypeError,
     InvalidValueError,
-    UnavailableError,
+    MissingPackageError,
 )
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column
@@ -30,7 +30,7 @@ def pyarrow(part: str = "") -> Any:
     try:
         return importlib.import_module(f"pyarrow{part}")
     except ImportError as error:
-        raise UnavailableError(
+        raise MissingPackageError(
             "Parquet files are read with pyarrow, which is not installed. Install it with: "
             f"pip install 'phalanx[parquet]'. Received: {error}"
         ) from error
@@ -38,13 +38,12 @@ def pyarrow(part: str = "") -> Any:
 
 def open_parquet(path: str) -> Any:
     """Open a file and read what it says about itself."""
+    reader = pyarrow(".parquet")
     try:
-        return pyarrow(".parquet").ParquetFile(path)
-    except OSError as error:
-        if error.errno is not None:
+        return reader.ParquetFile(path)
+    except (OSError, pyarrow().ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
             raise named_error(path, error) from error
-        raise _damaged(path, error) from error
-    except pyarrow().ArrowException as error:
         raise _damaged(path, error) from error
 
 

@@ -24,8 +24,8 @@ def frame(records: Sequence[bytes]) -> bytes:
     """Records as a TFRecord file holds them.
 
     Examples:
-        >>> frame([b"abc"]).hex(" ", 4)
-        '03000000 00000000 15fe31ae 61626337 eba8bb'
+        >>> frame([b"abc"]).hex(" ", -4)
+        '03000000 00000000 b099490e 6162636e 57f121'
     """
     lengths = np.fromiter(map(len, records), "<u8", len(records))
     headers = np.empty((len(records), 3), "<u4")
@@ -40,9 +40,7 @@ def frame(records: Sequence[bytes]) -> bytes:
 
 
 def _rows(array: np.ndarray[Any, Any]) -> list[bytes]:
-    size = array[:1].nbytes
-    data = array.tobytes()
-    return [data[i : i + size] for i in range(0, len(data), size)]
+    return [row.tobytes() for row in array]
 
 
 def frame_bounds(buffer: bytes, limit: int) -> list[int]:
@@ -110,17 +108,16 @@ class RecordReader:
         """Skip up to `count` records without looking into them; how many there were."""
         skipped = 0
         while skipped < count:
-            bounds = frame_bounds(self._buffer, count - skipped)
-            if len(bounds) == 1 and self._buffer[HEADER - 1 :]:
-                missing = self._frame_size() - len(self._buffer)
-                size = self._skip_bytes(missing) + len(self._buffer)
-                if size < missing + len(self._buffer):
+            bounds = self._at_hand(count - skipped)
+            done, size = len(bounds) - 1, bounds[-1]
+            if not done and len(self._buffer) >= HEADER:
+                done, size = 1, self._frame_size()
+                missing = size - len(self._buffer)
+                if self._skip_bytes(missing) < missing:
                     raise self._truncated()
-                done = 1
-            else:
-                bounds = self._frames(count - skipped)
-                done, size = len(bounds) - 1, bounds[-1]
-            if not done:
+            elif not done and not self._fill(self._buffer_size):
+                if self._buffer:
+                    raise self._truncated()
                 break
             self._advance(done, size)
             skipped += done
@@ -131,19 +128,24 @@ class RecordReader:
         self._stream.close()
 
     def _frames(self, limit: int) -> list[int]:
-        """The bounds of the frames at hand, at least one; only ``[0]`` at the end of the file."""
-        while True:
-            bounds = frame_bounds(self._buffer, limit)
-            if len(bounds) > 1:
-                good = _first_false(lengths_are_right(self._buffer, bounds[:-1]))
-                if not good:
-                    raise self._fault("the checksum of its length is wrong")
-                return bounds[: good + 1]
+        """The bounds of the next frames, at least one; only ``[0]`` at the end of the file."""
+        while len(bounds := self._at_hand(limit)) == 1:
             missing = self._frame_size() - len(self._buffer)
             if not self._fill(max(missing, self._buffer_size)):
                 if self._buffer:
                     raise self._truncated()
-                return bounds
+                break
+        return bounds
+
+    def _at_hand(self, limit: int) -> list[int]:
+        """The bounds of the frames that are in the buffer."""
+        bounds = frame_bounds(self._buffer, limit)
+        if len(bounds) > 1:
+            good = _first_false(lengths_are_right(self._buffer, bounds[:-1]))
+            if not good:
+                raise self._fault("the checksum of its length is wrong")
+            bounds = bounds[: good + 1]
+        return bounds
 
     def _frame_size(self) -> int:
         """How many bytes of the file the next frame takes, as far as is known."""
