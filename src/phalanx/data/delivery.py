@@ -33,12 +33,14 @@ class Delivery:
         devices: the device of each local replica.
         wraps: whether leaves become `PerReplica` values; if not, there is one replica only.
         to_device: whether to move arrays to the devices; if not, they stay NumPy arrays.
+        joins: whether the replicas' parts make one array; not if other workers have parts of it too.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], wraps: bool, to_device: bool) -> None:
+    def __init__(
+        self, devices: Sequence[jax.Device], wraps: bool, to_device: bool, joins: bool = True
+    ) -> None:
         self._devices = tuple(devices)
-        self._wraps = wraps
-        self._to_device = to_device
+        self._wraps, self._to_device, self._joins = wraps, to_device, joins
         self._sharding = stacked_over(self._devices)
 
     def element(self, step: Step) -> Any:
@@ -54,7 +56,7 @@ class Delivery:
             return self._on_host([part.astype(object) for part in parts])
         if not self._to_device:
             return self._on_host([owned([part], part.shape)[0] for part in parts])
-        if any(part.shape != first.shape for part in parts):
+        if not self._joins or any(part.shape != first.shape for part in parts):
             return PerReplica([self._place(x, d) for x, d in zip(parts, self._devices, strict=True)])
         if not self._wraps:
             return self._place(first, self._devices[0])

@@ -20,7 +20,7 @@ from phalanx.data.node import INFINITE, Node, Run
 from phalanx.data.optional import Optional
 from phalanx.data.place import Place
 from phalanx.data.rebatching import BEGINNING, Position, empty_leaf
-from phalanx.data.sharding import Division
+from phalanx.data.sharding import Division, fixed_rows
 from phalanx.data.specs import on_replicas
 
 if TYPE_CHECKING:
@@ -73,16 +73,24 @@ class DistributedDataset:
     @property
     def element_spec(self) -> Any:
         """What is known of the elements: a `PerReplicaSpec` for each leaf, or a plain spec."""
-        spec = self._pieces(BEGINNING, 0).element_spec
-        return on_replicas(spec, self._place.replicas, self._place.wraps, self._sizes_are_fixed())
+        place = self._place
+        return on_replicas(self._spec(), place.replicas, place.wraps, self._sizes_are_fixed())
+
+    def _spec(self) -> Any:
+        """The spec of one replica's part. It does not depend on which worker this is."""
+        node = self._nodes[0] if self._reference is None else self._reference
+        return self._division.pieces(node, BEGINNING, 0).element_spec
 
     def _sizes_are_fixed(self) -> bool:
         if self._place.workers > 1:
             return False
-        if self._division.policy != "NONE" or self._place.replicas == 1:
+        if self._place.replicas == 1:
             return True
+        if any(fixed_rows(node) is None for node in self._nodes):
+            return False
         count = self.cardinality
-        return count == INFINITE or (count >= 0 and count % self._place.replicas == 0)
+        full = count == INFINITE or (count >= 0 and count % self._place.replicas == 0)
+        return full or self._division.policy != "NONE"
 
     @property
     def cardinality(self) -> int:
@@ -126,21 +134,20 @@ class DistributedDataset:
             return self
         return self._plan(self._place.alone_as(worker))
 
-    def _pieces(self, start: Position, steps: int) -> Node:
-        return self._division.pieces(self._nodes[0], start, steps)
-
     def _feed(self, run: Run, start: Position, steps: int) -> Feed | Feeds:
         """Open what this worker reads."""
         if len(self._nodes) > 1:
             runs = [run.in_branch(i) for i in range(len(self._nodes))]
             pairs = zip(self._nodes, runs, strict=True)
             return Feeds([Feed(node, 1, own, start) for node, own in pairs])
-        return Feed(self._pieces(start, steps), self._place.replicas, run, start)
+        node = self._division.pieces(self._nodes[0], start, steps)
+        return Feed(node, self._place.replicas, run, start)
 
     def _delivery(self) -> Delivery:
         options = self._options
         to_device = options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
-        return Delivery(self._place.devices(), self._place.wraps, to_device)
+        place = self._place
+        return Delivery(place.devices(), place.wraps, to_device, joins=place.workers == 1)
 
     def __repr__(self) -> str:
         place = self._place
@@ -281,7 +288,7 @@ class DistributedIterator:
 
     def _element_without_rows(self) -> Any:
         if self._nothing is None:
-            spec = self._dataset._pieces(BEGINNING, 0).element_spec
+            spec = self._dataset._spec()
             parts = [[empty_leaf(leaf)] * self._place.replicas for leaf in leaves_of_spec(spec)]
             step = Step(parts, structure_of(spec), self._position)
             self._nothing = self._dataset._delivery().element(step)

@@ -6,12 +6,17 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.core.errors import InvalidArgumentError, NotFoundError, UnbatchedDatasetError
+from phalanx.data.batching import Batch
+from phalanx.data.combining import OneForm, Zip
 from phalanx.data.elements import DatasetSpec, leaves_of_spec
-from phalanx.data.node import Node, SameElements
+from phalanx.data.mapping import Map
+from phalanx.data.node import EmptyDatasetError, Node, SameElements
 from phalanx.data.rebatching import Pieces, Position, SizedPieces, unbatched
 from phalanx.data.reorder import Shard
+from phalanx.data.sources import Generator, Slices
 from phalanx.data.splitting import check_worker, deal, sizes_per_step
 
 _log = logging.getLogger("phalanx")
@@ -132,18 +137,45 @@ def check_batched(node: Node, pieces: int) -> None:
 
 def nominal_batch(node: Node) -> int | None:
     """The batch size that a plan asks for; None if batches have different sizes or nobody knows."""
-    spec = node.known_spec()
-    leaves = leaves_of_spec(spec)
-    sizes = {leaf.shape[0] for leaf in leaves if leaf.shape}
-    if leaves and None not in sizes:
-        return sizes.pop() if len(sizes) == 1 else None
-    size = getattr(node, "batch_size", None)
-    if size is not None:
-        return int(size)
-    if not node.inputs or not (isinstance(node, SameElements) or len(node.inputs) > 1):
+    rows = fixed_rows(node)
+    if rows is not None or isinstance(node, Batch):
+        return node.batch_size if isinstance(node, Batch) else rows
+    return _agreed(node, nominal_batch) if isinstance(node, SameElements | Zip | OneForm) else None
+
+
+def fixed_rows(node: Node) -> int | None:
+    """How many rows every element of a plan has; None if that may differ."""
+    if isinstance(node, Batch):
+        return node.batch_size if node.drop_remainder else None
+    if isinstance(node, SameElements | Zip | OneForm):
+        return _agreed(node, fixed_rows)
+    if isinstance(node, Map | Generator) and node.signature is not None:
+        return _rows_of(node.signature)
+    if isinstance(node, Map):  # the first result shows whether the function keeps the rows
+        below = fixed_rows(node.inputs[0])
+        return below if below is not None and below == _rows_of(_spec_of(node)) else None
+    if isinstance(node, Slices):
+        return _rows_of(node.known_spec())
+    return None
+
+
+def _agreed(node: Node, question: Callable[[Node], int | None]) -> int | None:
+    """What all inputs of a node answer; None if they do not agree."""
+    inputs = node.sources() if isinstance(node, OneForm) else node.inputs
+    answers = {question(input_) for input_ in inputs}
+    return answers.pop() if len(answers) == 1 else None
+
+
+def _spec_of(node: Node) -> Any:
+    try:
+        return node.element_spec
+    except EmptyDatasetError:
         return None
-    below = {nominal_batch(input_) for input_ in node.inputs}
-    return below.pop() if len(below) == 1 else None
+
+
+def _rows_of(spec: Any) -> int | None:
+    sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves_of_spec(spec)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def file_sources(node: Node) -> list[Node]:

@@ -1,0 +1,83 @@
+"""Input under every strategy and executor: the same training, whatever the division."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import phalanx as px
+from tests.contract.conftest import STRATEGIES, EagerExecutor, World
+
+X = np.random.default_rng(0).normal(size=(23, 5)).astype(np.float32)
+Y = X @ np.arange(1.0, 6.0, dtype=np.float32)
+BATCH = 8
+
+
+def dataset(policy: str = "AUTO") -> Any:
+    options = px.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    rows = px.data.Dataset.from_tensor_slices((X, Y)).shuffle(23, seed=4)
+    return rows.batch(BATCH).with_options(options)
+
+
+def runner(world: World, step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that is compiled once, if the executor compiles."""
+
+    def run(*args: Any) -> Any:
+        return world.strategy.run(step, args=args)
+
+    return px.function(run) if world.executor.name == "compiled" else run
+
+
+def reference(epochs: int) -> tuple[np.ndarray[Any, Any], list[float]]:
+    """Plain JAX on one device."""
+    w, losses = jnp.zeros(5), []
+    batches = dataset()
+    for _ in range(epochs):
+        for x, y in batches:
+            loss, g = jax.value_and_grad(lambda w, x=x, y=y: jnp.sum((x @ w - y) ** 2) / BATCH)(w)
+            w, losses = w - 0.05 * g, [*losses, float(loss)]
+    return np.asarray(w), losses
+
+
+def check_training(world: World, policy: str) -> None:
+    w = world.variable(jnp.zeros(5), aggregation=px.VariableAggregation.SUM)
+
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        errors = x @ w - y
+        w.assign_sub(0.1 / BATCH * (errors @ x))
+        return errors @ errors / BATCH
+
+    run, losses = runner(world, step), []
+    dist = world.strategy.experimental_distribute_dataset(dataset(policy))
+    for _ in range(2):
+        for x, y in dist:
+            losses.append(float(world.strategy.reduce("sum", run(x, y), axis=None)))
+    expected_w, expected_losses = reference(2)
+    assert len(losses) == 6
+    np.testing.assert_allclose(losses, expected_losses, rtol=2e-5)
+    np.testing.assert_allclose(w.numpy(), expected_w, rtol=2e-5)
+
+
+def test_training_over_uneven_epochs_equals_one_device(world: World) -> None:
+    """The last batch of each epoch has 7 rows, which 2, 3 and 4 replicas cannot share evenly."""
+    check_training(world, "AUTO")
+
+
+@pytest.mark.parametrize("policy", ["OFF", "DATA"])
+def test_the_policy_makes_no_difference(policy: str) -> None:
+    check_training(World(STRATEGIES["mirrored_3"](), EagerExecutor()), policy)
+
+
+def test_means_over_an_uneven_epoch_count_every_example_once(world: World) -> None:
+    with world.strategy.scope():
+        mean = px.train.Mean()
+    run = runner(world, mean.update_state)
+    for x, _ in world.strategy.experimental_distribute_dataset(dataset()):
+        run(x)
+    assert float(mean.result()) == pytest.approx(float(X.mean()), abs=1e-6)
