@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -353,8 +353,34 @@ _CHOSEN_POOL = "PHALANX_CHOSEN_PJRT_NPROC"
 """The environment variable that marks a PJRT_NPROC as Phalanx's own choice."""
 
 
+def cpu_device_environment(count: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which another process starts JAX with `count` CPU devices.
+
+    Everything else is taken from `environ`. The pool of threads gets the size that `prepare_backend`
+    would choose, unless the user has chosen one.
+
+    Examples:
+        >>> flags = "--xla_force_host_platform_device_count=8"
+        >>> environment = cpu_device_environment(64, {"XLA_FLAGS": flags})
+        >>> environment["JAX_NUM_CPU_DEVICES"], environment["PJRT_NPROC"], environment["XLA_FLAGS"]
+        ('64', '128', '')
+    """
+    result = {**environ, "JAX_NUM_CPU_DEVICES": str(count)}
+    if "XLA_FLAGS" in result:
+        result["XLA_FLAGS"] = _FORCED.sub("", result["XLA_FLAGS"]).strip()
+    if result.get("PJRT_NPROC") == result.pop(_CHOSEN_POOL, None):
+        result.pop("PJRT_NPROC", None)
+        if count > 1:
+            size = str(max(os.cpu_count() or 1, 2 * count))
+            result["PJRT_NPROC"] = result[_CHOSEN_POOL] = size
+    return result
+
+
+_FORCED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
+
 def _forced_by_flags() -> int | None:
-    flag = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    flag = _FORCED.search(os.environ.get("XLA_FLAGS", ""))
     return int(flag.group(1)) if flag else None
 
 

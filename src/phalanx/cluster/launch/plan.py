@@ -1,0 +1,123 @@
+"""What the processes of a job are: their tasks, and the environment that tells each who it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.core.devices import cpu_device_environment
+from phalanx.core.errors import InvalidValueError
+
+__all__ = [
+    "RETAIN_MEMORY",
+    "Task",
+    "essential_tasks",
+    "job_tasks",
+    "task_environment",
+    "tf_config",
+]
+
+RETAIN_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+    "MALLOC_ARENA_MAX": "1",
+}
+"""Makes the GNU C library keep freed memory, which large steps on CPU devices need."""
+
+
+@dataclass(frozen=True, order=True)
+class Task:
+    """One task of a cluster.
+
+    >>> str(Task("worker", 1))
+    'worker 1'
+    """
+
+    type: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.index}"
+
+
+def job_tasks(workers: int, ps: int = 0, chief: bool = False) -> list[Task]:
+    """The tasks of a job: the chief if there is one, the workers, the parameter servers.
+
+    >>> [str(task) for task in job_tasks(workers=2, ps=1, chief=True)]
+    ['chief 0', 'worker 0', 'worker 1', 'ps 0']
+    """
+    if workers < 0 or ps < 0 or not (workers or chief):
+        raise InvalidValueError(
+            "A job needs at least one worker, and no negative number of parameter servers. "
+            f"Received: workers={workers}, ps={ps}, chief={chief}"
+        )
+    return [
+        *([Task("chief", 0)] if chief else []),
+        *(Task("worker", i) for i in range(workers)),
+        *(Task("ps", i) for i in range(ps)),
+    ]
+
+
+def essential_tasks(tasks: Sequence[Task]) -> list[bool]:
+    """For each task, whether the job waits for it.
+
+    Parameter servers serve until they are ended. Where there is a chief as well, it is the one who
+    trains, and the workers serve too.
+
+    >>> essential_tasks(job_tasks(workers=1, ps=1)), essential_tasks(job_tasks(1, 1, chief=True))
+    ([True, False], [True, False, False])
+    """
+    types = {task.type for task in tasks}
+    serving = {"ps", "worker"} if {"ps", "chief"} <= types else {"ps"}
+    return [task.type not in serving for task in tasks]
+
+
+def tf_config(addresses: Mapping[Task, str], task: Task) -> str:
+    """The value of TF_CONFIG for one task of a cluster.
+
+    >>> tf_config({Task("worker", 0): "host0:2222"}, Task("worker", 0))
+    '{"cluster": {"worker": ["host0:2222"]}, "task": {"type": "worker", "index": 0}}'
+    """
+    cluster: dict[str, list[str]] = {}
+    for other in addresses:
+        cluster.setdefault(other.type, [])
+    for job, listed in cluster.items():
+        listed += [addresses[other] for other in sorted(addresses) if other.type == job]
+    return json.dumps({"cluster": cluster, "task": {"type": task.type, "index": task.index}})
+
+
+def task_environment(
+    environ: Mapping[str, str],
+    *,
+    config: str,
+    hub: str | None = None,
+    token: str | None = None,
+    devices: int | None = None,
+    retain_memory: bool = False,
+    restart: int = 0,
+) -> dict[str, str]:
+    """The environment of one task's process.
+
+    Args:
+        environ: the environment to begin with.
+        config: the value of TF_CONFIG.
+        hub: the address of the job's hub.
+        token: what proves to the hub that the process belongs to the job.
+        devices: the number of logical CPU devices; None leaves it to the process.
+        retain_memory: whether the C library keeps freed memory.
+        restart: how often the job has been restarted.
+    """
+    result = dict(environ)
+    if devices is not None:
+        result = cpu_device_environment(devices, result)
+    if retain_memory:
+        result |= RETAIN_MEMORY
+    result |= {"TF_CONFIG": config, "PHALANX_RESTART": str(restart), "PYTHONUNBUFFERED": "1"}
+    for name, value in (("PHALANX_HUB", hub), ("PHALANX_TOKEN", token)):
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = value
+    return result
