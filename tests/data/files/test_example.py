@@ -201,3 +201,65 @@ def test_integers(values: list[int]) -> None:
     numbers, ends = wire.integers([packed])
     assert numbers.tolist() == values
     assert ends.tolist() == np.cumsum([len(wire.pack_integers([v])) for v in values]).tolist()
+
+
+@st.composite
+def similar_messages(draw: st.DrawFn) -> list[bytes]:
+    """Messages of few layouts with different values, some of them damaged."""
+    messages = []
+    for _ in range(draw(st.integers(0, 12))):
+        example = px.train.Example()
+        example.features.feature["f"].float_list.value.extend(
+            draw(st.lists(FLOAT32, min_size=2, max_size=2))
+        )
+        example.features.feature["i"].int64_list.value.extend(
+            draw(st.lists(st.integers(0, 300), min_size=2, max_size=2))
+        )
+        example.features.feature["b"].bytes_list.value.append(draw(st.binary(min_size=2, max_size=3)))
+        message = bytearray(example.SerializeToString())
+        if draw(st.integers(0, 9)) == 0:
+            message[draw(st.integers(0, len(message) - 1))] ^= 1 << draw(st.integers(0, 7))
+        messages.append(bytes(message))
+    return messages
+
+
+def scanned(message: bytes) -> Any:
+    try:
+        return wire.scan(message)
+    except wire.Malformed:
+        return None
+
+
+@settings(max_examples=300)
+@given(similar_messages())
+def test_messages_of_one_layout_are_scanned_once(messages: list[bytes]) -> None:
+    expected = [scanned(message) for message in messages]
+    if None in expected:
+        with pytest.raises(wire.Malformed) as error:
+            wire.scan_all(messages)
+        assert expected[error.value.record] is None
+    else:
+        assert wire.scan_all(messages) == expected
+
+
+def test_numbers_that_are_not_packed_are_compared() -> None:
+    def message(value: bytes) -> bytes:
+        feature = b"\x1a" + bytes([len(value)]) + value
+        entry = b"\x0a\x01i\x12" + bytes([len(feature)]) + feature
+        entries = b"\x0a" + bytes([len(entry)]) + entry
+        return b"\x0a" + bytes([len(entries)]) + entries
+
+    # Two numbers of two bytes, or three of one byte: the same structure, as far as the first can tell.
+    messages = [message(b"\x08\x81\x01\x08\x88\x01")] * 4 + [message(b"\x08\x01\x08\x08\x08\x01")]
+    assert wire.scan_all(messages) == [wire.scan(m) for m in messages]
+    assert len({str(layout) for layout in wire.scan_all(messages)}) == 2
+
+
+def test_a_number_without_an_end_is_found_among_similar_messages() -> None:
+    example = px.train.Example()
+    example.features.feature["i"].int64_list.value.extend([1, 2])
+    good = example.SerializeToString()
+    assert good[-1] == 2
+    with pytest.raises(wire.Malformed, match="ends in the middle of one") as error:
+        wire.scan_all([good] * 6 + [good[:-1] + b"\x82"])
+    assert error.value.record == 6

@@ -29,7 +29,7 @@ class _ValueList:
     def _checked(self, value: Iterable[Any]) -> list[Any]:
         raise NotImplementedError
 
-    def _pack(self) -> wire.Values:
+    def _pack(self) -> tuple[int, list[bytes]]:
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
@@ -62,8 +62,8 @@ class BytesList(_ValueList):
                 )
         return items
 
-    def _pack(self) -> wire.Values:
-        return wire.Values(wire.BYTES, self._checked(self.value))
+    def _pack(self) -> tuple[int, list[bytes]]:
+        return wire.BYTES, self._checked(self.value)
 
 
 class FloatList(_ValueList):
@@ -81,8 +81,8 @@ class FloatList(_ValueList):
         with np.errstate(over="ignore"):
             return _numbers(value, "FloatList", "biuf").astype(np.float32).tolist()
 
-    def _pack(self) -> wire.Values:
-        return wire.Values(wire.FLOAT, [wire.pack_floats(self._checked(self.value))])
+    def _pack(self) -> tuple[int, list[bytes]]:
+        return wire.FLOAT, [wire.pack_floats(self._checked(self.value))]
 
 
 class Int64List(_ValueList):
@@ -107,8 +107,8 @@ class Int64List(_ValueList):
                 raise InvalidValueError(f"An Int64List holds 64-bit integers. Received: {item}")
         return [int(item) for item in items]
 
-    def _pack(self) -> wire.Values:
-        return wire.Values(wire.INT64, [wire.pack_integers(self._checked(self.value))])
+    def _pack(self) -> tuple[int, list[bytes]]:
+        return wire.INT64, [wire.pack_integers(self._checked(self.value))]
 
 
 def _numbers(value: Iterable[Any], what: str, kinds: str) -> np.ndarray[Any, Any]:
@@ -198,9 +198,9 @@ class Feature:
             self._chosen = next((kind for kind, x in self._lists.items() if x.value), None)
         return self._chosen
 
-    def _pack(self) -> wire.Values | None:
+    def _pack(self) -> tuple[int, list[bytes]]:
         kind = self._kind()
-        return None if kind is None else self._lists[kind]._pack()
+        return (wire.UNSET, []) if kind is None else self._lists[kind]._pack()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Feature) and self._pack() == other._pack()
@@ -298,7 +298,7 @@ class Example:
         feature: dict[str, Feature] = {}
         try:
             for key, values in wire.scan(data).items():
-                feature[key.decode()] = _unpack(values)
+                feature[key.decode()] = _unpack(values.kind, values.parts(data))
         except wire.Malformed as reason:
             raise wire.malformed("This", reason, data) from None
         except UnicodeDecodeError as error:
@@ -317,11 +317,11 @@ class Example:
         return f"Example(features={self.features!r})"
 
 
-def _unpack(values: wire.Values) -> Feature:
-    if values.kind == wire.BYTES:
-        return Feature(bytes_list=BytesList(values.parts))
-    if values.kind == wire.FLOAT:
-        return Feature(float_list=FloatList(wire.floats(values.parts)))
-    if values.kind == wire.INT64:
-        return Feature(int64_list=Int64List(wire.integers(values.parts)[0]))
+def _unpack(kind: int, parts: list[bytes]) -> Feature:
+    if kind == wire.BYTES:
+        return Feature(bytes_list=BytesList(parts))
+    if kind == wire.FLOAT:
+        return Feature(float_list=FloatList(wire.floats(parts)))
+    if kind == wire.INT64:
+        return Feature(int64_list=Int64List(wire.integers(parts)[0]))
     return Feature()

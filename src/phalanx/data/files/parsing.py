@@ -257,13 +257,12 @@ def _check_features(features: Mapping[str, ParsedFeature]) -> dict[str, ParsedFe
 def _parse(
     records: list[bytes], features: Mapping[str, ParsedFeature], names: Sequence[str]
 ) -> dict[str, Any]:
-    scanned = []
-    for record, name in zip(records, names, strict=True):
-        try:
-            scanned.append(wire.scan(record))
-        except wire.Malformed as reason:
-            raise wire.malformed(name.capitalize(), reason, record) from None
-    return {key: _column(key, feature, scanned, names) for key, feature in features.items()}
+    try:
+        layouts = wire.scan_all(records)
+    except wire.Malformed as reason:
+        which = reason.record
+        raise wire.malformed(names[which].capitalize(), reason, records[which]) from None
+    return {key: _column(key, f, records, layouts, names) for key, f in features.items()}
 
 
 _MISSING = wire.Values(wire.UNSET, [])
@@ -272,45 +271,53 @@ _MISSING = wire.Values(wire.UNSET, [])
 def _column(
     key: str,
     feature: ParsedFeature,
-    scanned: Sequence[Mapping[bytes, wire.Values]],
+    records: Sequence[bytes],
+    layouts: Sequence[wire.Layout],
     names: Sequence[str],
 ) -> Any:
     """One feature of all records."""
     kind, encoded = _kind_of(feature.dtype), key.encode()
-    found = [record.get(encoded, _MISSING) for record in scanned]
-    for values, name in zip(found, names, strict=True):
-        if values.kind not in (kind, wire.UNSET):
-            raise InvalidArgumentError(
-                f"Feature {key!r} of {name} has another type than was asked for. Received: "
-                f"{_NAMES[values.kind]} in the record, dtype {_NAMES[kind]} in features"
-            )
+    found = [layout.get(encoded, _MISSING) for layout in layouts]
+    kinds = np.array([values.kind for values in found], np.int64)
+    wrong = (kinds != kind) & (kinds != wire.UNSET)
+    if wrong.any():
+        which = int(wrong.argmax())
+        raise InvalidArgumentError(
+            f"Feature {key!r} of {names[which]} has another type than was asked for. Received: "
+            f"{_NAMES[int(kinds[which])]} in the record, dtype {_NAMES[kind]} in features"
+        )
     try:
-        numbers, counts = _decode(kind, [values.parts for values in found])
+        numbers, counts = _decode(kind, records, found)
     except wire.Malformed as reason:
         raise InvalidArgumentError(
             f"Feature {key!r} cannot be read: {reason}. Received: {len(names)} records"
         ) from None
     if isinstance(feature, FixedLenFeature):
-        present = np.array([values.kind == kind for values in found], bool)
-        return _fixed(key, feature, numbers, counts, present, names)
+        return _fixed(key, feature, numbers, counts, kinds == kind, names)
     if isinstance(feature, FixedLenSequenceFeature):
         return _sequence(key, feature, numbers, counts, names)
     return Ragged(np.split(numbers, np.cumsum(counts)[:-1])) if len(counts) else Ragged([])
 
 
-def _decode(kind: int, parts: Sequence[Sequence[bytes]]) -> tuple[Array, Array]:
+def _decode(kind: int, records: Sequence[bytes], found: Sequence[wire.Values]) -> tuple[Array, Array]:
     """The values of all records behind each other, and how many each record has."""
+    parts = [
+        record[start:stop]
+        for record, values in zip(records, found, strict=True)
+        for start, stop in values.spans
+    ]
+    pieces = np.array([len(values.spans) for values in found], np.int64)
     if kind == wire.BYTES:
-        counts = np.array([len(p) for p in parts], np.int64)
-        values = np.empty(int(counts.sum()), object)
-        values[:] = [value for record in parts for value in record]
-        return values, counts
-    flat = [piece for record in parts for piece in record]
-    sizes = np.array([sum(map(len, record)) for record in parts], np.int64)
+        texts = np.empty(len(parts), object)
+        texts[:] = parts
+        return texts, pieces
+    sizes = np.array([len(part) for part in parts], np.int64)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    ends = np.concatenate([[0], ends])[np.cumsum(pieces)]  # of each record among the bytes
     if kind == wire.FLOAT:
-        return wire.floats(flat), sizes // 4
-    numbers, ends = wire.integers(flat)
-    return numbers, np.diff(np.searchsorted(ends, np.cumsum(sizes), side="right"), prepend=0)
+        return wire.floats(parts), np.diff(ends, prepend=0) // 4
+    numbers, stops = wire.integers(parts)
+    return numbers, np.diff(np.searchsorted(stops, ends, side="right"), prepend=0)
 
 
 def _fixed(

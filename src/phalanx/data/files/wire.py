@@ -11,6 +11,7 @@ A message is a row of fields: a tag (number and wire type), then the value. Unkn
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ KINDS = {BYTES: "bytes_list", FLOAT: "float_list", INT64: "int64_list"}
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _CONTINUES = 0x80
 _LONGEST = 10  # bytes of a varint
+_WORTH_COMPARING = 4  # records
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 Field = tuple[int, int, int, int]
@@ -33,20 +35,31 @@ Field = tuple[int, int, int, int]
 class Malformed(Exception):
     """Bytes are not a message of the expected kind; the message says why."""
 
+    record = 0
+    """Which of many records it is."""
+
 
 class Values(NamedTuple):
-    """The values of a feature as they travel: byte strings, or packed numbers in pieces."""
+    """Where the values of a feature are: byte strings, or packed numbers in pieces."""
 
     kind: int
-    parts: list[bytes]
+    spans: list[tuple[int, int]]
+    is_packed: bool = True
 
+    def parts(self, data: bytes) -> list[bytes]:
+        """The values as they travel."""
+        return [data[start:stop] for start, stop in self.spans]
+
+
+Layout = dict[bytes, Values]
+"""The features of a message by name, and where in it they are."""
 
 # -- reading ------------------------------------------------------------------------------
 
 
-def scan(data: bytes) -> dict[bytes, Values]:
-    """The features of a serialized `Example`, by name."""
-    found: dict[bytes, Values] = {}
+def scan(data: bytes) -> Layout:
+    """Find the features of a serialized `Example`."""
+    found: Layout = {}
     try:
         for number, wire, start, stop in _fields(data, 0, len(data)):
             if number == 1 and wire == _BYTES:
@@ -58,7 +71,7 @@ def scan(data: bytes) -> dict[bytes, Values]:
     return found
 
 
-def _scan_entry(data: bytes, at: int, end: int, found: dict[bytes, Values]) -> None:
+def _scan_entry(data: bytes, at: int, end: int, found: Layout) -> None:
     key, messages = b"", []
     for number, wire, start, stop in _fields(data, at, end):
         if wire == _BYTES:
@@ -74,14 +87,14 @@ def _scan_feature(data: bytes, messages: Iterable[tuple[int, int]]) -> Values:
     for start, stop in messages:
         for kind, wire, a, b in _fields(data, start, stop):
             if wire == _BYTES and kind in KINDS:
-                if values.kind != kind:  # the last kind counts
-                    values = Values(kind, [])
-                _scan_list(data, a, b, values)
+                before = values.spans if values.kind == kind else []  # the last kind counts
+                spans, is_packed = _scan_list(data, a, b, kind)
+                values = Values(kind, before + spans, is_packed and (values.is_packed or not before))
     return values
 
 
-def _scan_list(data: bytes, at: int, end: int, values: Values) -> None:
-    kind, parts = values
+def _scan_list(data: bytes, at: int, end: int, kind: int) -> tuple[list[tuple[int, int]], bool]:
+    spans, is_packed = [], True
     for number, wire, start, stop in _fields(data, at, end):
         if number != 1:
             continue
@@ -90,9 +103,59 @@ def _scan_list(data: bytes, at: int, end: int, values: Values) -> None:
                 raise Malformed(f"{stop - start} bytes are no whole number of floats")
             if kind == INT64 and stop > start and data[stop - 1] >= _CONTINUES:
                 raise Malformed("a list of integers ends in the middle of one")
-        elif (kind, wire) not in ((FLOAT, _FIXED32), (INT64, _VARINT)):
+        elif (kind, wire) in ((FLOAT, _FIXED32), (INT64, _VARINT)):
+            is_packed = False
+        else:
             raise Malformed(f"a value of {KINDS[kind]} has the wire type {wire}")
-        parts.append(data[start:stop])
+        spans.append((start, stop))
+    return spans, is_packed
+
+
+def scan_all(records: Sequence[bytes]) -> list[Layout]:
+    """`scan` for many records; of those that differ in their values only, one is scanned."""
+    layouts: list[Layout] = [{}] * len(records)
+    by_length: dict[int, list[int]] = {}
+    for i, record in enumerate(records):
+        by_length.setdefault(len(record), []).append(i)
+    for alike in by_length.values():
+        left = alike
+        while len(left) >= _WORTH_COMPARING:
+            layout = _scan_one(records, left[0])
+            same = _fits(layout, [records[i] for i in left])
+            for i in itertools.compress(left, same):
+                layouts[i] = layout
+            left = list(itertools.compress(left, ~same))
+            if same.sum() < _WORTH_COMPARING:
+                break
+        for i in left:
+            layouts[i] = _scan_one(records, i)
+    return layouts
+
+
+def _scan_one(records: Sequence[bytes], i: int) -> Layout:
+    try:
+        return scan(records[i])
+    except Malformed as error:
+        error.record = i
+        raise
+
+
+def _fits(layout: Layout, records: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which records of one length have a layout that the first of them is known to have."""
+    matrix = np.frombuffer(b"".join(records), np.uint8).reshape(len(records), -1)
+    must_agree = np.ones(matrix.shape[1], bool)
+    ends = []
+    for values in layout.values():
+        if values.kind == INT64:
+            if not values.is_packed:
+                continue
+            ends += [stop - 1 for start, stop in values.spans if stop > start]
+        for start, stop in values.spans:
+            must_agree[start:stop] = False
+    structure = matrix[:, np.flatnonzero(must_agree)]
+    same = (structure == structure[0]).all(axis=1) & (matrix[:, ends] < _CONTINUES).all(axis=1)
+    same[0] = True
+    return same
 
 
 def _fields(data: bytes, at: int, end: int) -> list[Field]:
@@ -166,20 +229,24 @@ def integers(parts: Sequence[bytes]) -> tuple[Numbers, Numbers]:
 # -- writing ------------------------------------------------------------------------------
 
 
-def write_example(features: Mapping[str, Values | None]) -> bytes:
-    """A serialized `Example`, with features in the order of their names."""
+def write_example(features: Mapping[str, tuple[int, list[bytes]]]) -> bytes:
+    """A serialized `Example`, with features in the order of their names.
+
+    Args:
+        features: the kind of each feature and its values: byte strings, or packed numbers.
+    """
     entries = []
     for key in sorted(features, key=str.encode):
-        values = features[key]
-        feature = b"" if values is None else _field(values.kind, _write_list(values))
+        kind, parts = features[key]
+        feature = _field(kind, _write_list(kind, parts)) if kind else b""
         entries.append(_field(1, _field(1, key.encode()) + _field(2, feature)))
     return _field(1, b"".join(entries))
 
 
-def _write_list(values: Values) -> bytes:
-    if values.kind == BYTES:
-        return b"".join(_field(1, part) for part in values.parts)
-    packed = b"".join(values.parts)
+def _write_list(kind: int, parts: Sequence[bytes]) -> bytes:
+    if kind == BYTES:
+        return b"".join(_field(1, part) for part in parts)
+    packed = b"".join(parts)
     return _field(1, packed) if packed else b""
 
 
