@@ -328,7 +328,7 @@ def test_any_bytes_are_a_message_or_a_clear_error(data):
         (lambda: JobDef().CopyFrom("x"), TypeError, "A JobDef is needed. Received: 'x'"),
         (lambda: JobDef.FromString("x"), TypeError, "must be bytes. Received: 'x'"),
         (lambda: JobDef.FromString(b"\xff"), ValueError, "not a serialized message"),
-        (lambda: JobDef.FromString(b"\n\x05a"), ValueError, "not a serialized message"),
+        (lambda: JobDef.FromString(b"\n\x02a"), ValueError, "not a serialized message"),
         (lambda: JobDef.FromString(b"\x00\x01"), ValueError, "not a serialized message"),
         (lambda: JobDef.FromString(b"\x0b"), ValueError, "not a serialized message"),
         (lambda: JobDef.FromString(b"\x08\x01"), TypeError, "`name` of a serialized JobDef"),

@@ -425,7 +425,10 @@ CONFIGS = st.fixed_dictionaries(
 
 
 @settings(deadline=None, max_examples=300)
-@given((CONFIGS | JSON).map(json.dumps) | st.text(st.characters(exclude_characters="\0"), max_size=9))
+@given(
+    (CONFIGS | JSON).map(json.dumps)
+    | st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=9)
+)
 def test_any_tf_config_is_a_cluster_or_a_clear_error(text):
     resolver = TFConfigClusterResolver()
     read = {

@@ -263,6 +263,10 @@ def test_given_tasks_per_node(slurm):
     resolver = SlurmClusterResolver(tasks_per_node={"y": 1, "x": 1})
     assert resolver.cluster_spec().as_dict() == {"worker": ["y:8888", "x:8888"]}
     assert resolver.master() == "grpc://x:8888"
+    slurm(SLURM_STEP_NODELIST=None, SLURM_STEP_NUM_TASKS=None, SLURM_PROCID="2")
+    outside = SlurmClusterResolver(tasks_per_node={"y": 1, "x": 1}, gpus_per_node=1)
+    assert (outside.get_task_info(), outside.master()) == ((None, None), "")
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -286,8 +290,12 @@ def test_outside_of_a_step(slurm, missing):
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x"}, {}, ValueError, r"Received: '2\(x'"),
         ({"SLURM_GPUS_ON_NODE": "x"}, {}, ValueError, "SLURM_GPUS_ON_NODE must be.* Received: 'x'"),
         ({}, {"jobs": {"worker": 9}}, RuntimeError, r"started: 5\..* Received: jobs=\{'worker': 9\}"),
-        ({}, {"tasks_per_node": {}}, ValueError, "number of tasks of each host"),
-        ({}, {"tasks_per_node": {"a": -1}}, ValueError, "number of tasks of each host"),
+        ({}, {"jobs": ["worker"]}, ValueError, r"`jobs` must be .* Received: \['worker'\]"),
+        ({}, {"jobs": {"worker": -1}}, ValueError, "`jobs` must be a dict of numbers of tasks"),
+        ({}, {"tasks_per_node": {}}, ValueError, "`tasks_per_node` must be a dict of numbers"),
+        ({}, {"tasks_per_node": {"a": -1}}, ValueError, "`tasks_per_node` must be a dict of numbers"),
+        ({}, {"gpus_per_node": -1}, ValueError, "`gpus_per_node` must be a whole number"),
+        ({}, {"gpus_per_task": 0.5}, TypeError, "`gpus_per_task` must be a whole number"),
         ({}, {"tasks_per_node": "x"}, ValueError, "`tasks_per_node` must be"),
         ({}, {"port_base": "x"}, TypeError, "`port_base` must be a number.* Received: 'x'"),
         (

@@ -95,7 +95,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in _HANDLED}
+            for number in _HANDLED:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as with nohup
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

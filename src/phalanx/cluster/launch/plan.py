@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
+from phalanx.cluster.hub.facts import Task
 from phalanx.core.devices import cpu_device_environment
 from phalanx.core.errors import InvalidValueError
 
 __all__ = [
     "RETAIN_MEMORY",
-    "Task",
     "essential_tasks",
     "job_tasks",
     "task_environment",
     "tf_config",
+    "with_addresses",
 ]
 
 RETAIN_MEMORY = {
@@ -25,21 +26,6 @@ RETAIN_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
 }
 """Makes the GNU C library keep freed memory, which large steps on CPU devices need."""
-
-
-@dataclass(frozen=True, order=True)
-class Task:
-    """One task of a cluster.
-
-    >>> str(Task("worker", 1))
-    'worker 1'
-    """
-
-    type: str
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.type} {self.index}"
 
 
 def job_tasks(workers: int, ps: int = 0, chief: bool = False) -> list[Task]:
@@ -74,18 +60,21 @@ def essential_tasks(tasks: Sequence[Task]) -> list[bool]:
     return [task.type not in serving for task in tasks]
 
 
-def tf_config(addresses: Mapping[Task, str], task: Task) -> str:
+def with_addresses(tasks: Sequence[Task], addresses: Sequence[str]) -> list[Task]:
+    """The tasks, each with its address."""
+    return [replace(task, address=at) for task, at in zip(tasks, addresses, strict=True)]
+
+
+def tf_config(tasks: Sequence[Task], task: Task) -> str:
     """The value of TF_CONFIG for one task of a cluster.
 
-    >>> tf_config({Task("worker", 0): "host0:2222"}, Task("worker", 0))
+    >>> tf_config([Task("worker", 0, "host0:2222")], Task("worker", 0))
     '{"cluster": {"worker": ["host0:2222"]}, "task": {"type": "worker", "index": 0}}'
     """
     cluster: dict[str, list[str]] = {}
-    for other in addresses:
-        cluster.setdefault(other.type, [])
-    for job, listed in cluster.items():
-        listed += [addresses[other] for other in sorted(addresses) if other.type == job]
-    return json.dumps({"cluster": cluster, "task": {"type": task.type, "index": task.index}})
+    for member in tasks:
+        cluster.setdefault(member.type, []).append(member.address)
+    return json.dumps({"cluster": cluster, "task": {"type": task.type, "index": task.id}})
 
 
 def task_environment(

@@ -73,14 +73,16 @@ class SlurmClusterResolver(ClusterResolver):
         rank = number_variable("SLURM_PROCID", _HINT)
         counts = _tasks_by_host(tasks_per_node)
         hosts = _hosts_by_rank(counts)
-        if rank >= len(hosts):
+        if rank >= len(hosts) and tasks_per_node is None:
             raise ClusterEnvironmentError(
                 f"SLURM_PROCID must be less than the number of tasks, {len(hosts)}. Received: {rank}"
             )
-        _check_host(rank, hosts)
+        own_host = hosts[rank] if rank < len(hosts) else None
+        _check_host(rank, own_host, hosts)
 
         if jobs is None:
             jobs = {"worker": _number_of_tasks(default=len(hosts))}
+        _check_counts("jobs", jobs, example={"ps": 1, "worker": 4})
         if sum(jobs.values()) > len(hosts):
             raise ClusterEnvironmentError(
                 f"The jobs need more tasks than Slurm has started: {len(hosts)}. Ask for more with "
@@ -94,8 +96,8 @@ class SlurmClusterResolver(ClusterResolver):
 
         gpus = _Gpus(gpus_per_node, gpus_per_task, max(counts.values()))
         self._gpus_per_task = gpus.per_task
-        if auto_set_gpu:
-            gpus.show_to_this_process(local_id=hosts[:rank].count(hosts[rank]))
+        if auto_set_gpu and own_host is not None:
+            gpus.show_to_this_process(local_id=hosts[:rank].count(own_host))
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of the job step, by job."""
@@ -142,12 +144,19 @@ def _tasks_by_host(tasks_per_node: object) -> dict[str, int]:
                 f"and each host once. Received: hosts {hosts}, tasks {numbers}"
             )
         counts = dict(zip(hosts, numbers, strict=True))
-    if not counts or not all(isinstance(n, int) and n >= 0 for n in counts.values()):
-        raise InvalidValueError(
-            "`tasks_per_node` must give the number of tasks of each host, for example "
-            f"{{'n1': 2, 'n2': 1}}. Received: {counts!r}"
-        )
+    _check_counts("tasks_per_node", counts, example={"n1": 2, "n2": 1})
     return counts
+
+
+def _check_counts(name: str, counts: object, example: dict[str, int]) -> None:
+    if not (
+        counts
+        and isinstance(counts, Mapping)
+        and all(isinstance(key, str) and isinstance(n, int) and n >= 0 for key, n in counts.items())
+    ):
+        raise InvalidValueError(
+            f"`{name}` must be a dict of numbers of tasks, for example {example}. Received: {counts!r}"
+        )
 
 
 def _number_of_tasks(default: int) -> int:
@@ -167,12 +176,12 @@ def _hosts_by_rank(counts: Mapping[str, int]) -> list[str]:
     return [names[node] for node in deal_tasks(list(counts.values()), max(at_once, 1))]
 
 
-def _check_host(rank: int, hosts: list[str]) -> None:
+def _check_host(rank: int, expected: str | None, hosts: list[str]) -> None:
     """Slurm tells each task where it is: a wrong table would let the tasks wait for each other."""
     here = os.environ.get("SLURMD_NODENAME")
-    if here in hosts and here != hosts[rank]:
+    if expected is not None and here in hosts and here != expected:
         raise ClusterEnvironmentError(
-            f"Rank {rank} should be on host {hosts[rank]!r}, but runs on {here!r}, so the ranks of the "
+            f"Rank {rank} should be on host {expected!r}, but runs on {here!r}, so the ranks of the "
             "other tasks are not known either. Start the program with `srun --distribution=block`. "
             f"Received: SLURM_DISTRIBUTION={os.environ.get('SLURM_DISTRIBUTION')!r}"
         )
@@ -212,6 +221,8 @@ class _Gpus:
 
     def __init__(self, per_node: int | None, per_task: int | None, tasks_on_node: int) -> None:
         self._visible = _visible_gpus()
+        per_node = None if per_node is None else task_index(per_node, "`gpus_per_node`")
+        per_task = None if per_task is None else task_index(per_task, "`gpus_per_task`")
         given = per_node is not None
         if per_node is None:
             per_node = self._count()

@@ -1,0 +1,477 @@
+"""What the hub knows of a job, as a pure state machine: events in, messages out.
+
+A *peer* is a connection, named by a number. It becomes a member by joining as one of the expected
+tasks, or stays an observer, which may only ask. Every event returns what must be sent to whom. There
+are no sockets, threads or clocks in here: the time is an argument.
+
+A job has one failure, the first. Every member that is there is told once, and every member that comes
+later is told when it comes. What goes wrong afterwards is mostly an echo of the first failure, so it is
+only written down.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.cluster.hub.facts import Failure, Task, describe_exit, mismatch_text, shorten
+from phalanx.cluster.hub.progress import Progress, Seat, describe_place
+from phalanx.core.errors import InvalidValueError
+
+__all__ = ["Board", "Out"]
+
+STACK_PATIENCE = 5.0
+"""For how many seconds members may be asked for their stacks before the rest must do without."""
+
+Out = tuple[int | None, dict[str, Any]]
+"""A message and the peer that it is for; None stands for whoever runs the hub."""
+
+
+@dataclass
+class _StackRequest:
+    """A question for stacks that is under way: to whom the answers go, and who has not answered."""
+
+    asker: int | None
+    name: Any  # what the asker calls the request
+    missing: set[int]  # ranks
+    until: float
+    texts: dict[str, str] = field(default_factory=dict)
+    deadline: dict[str, Any] | None = None  # the message that will end the job, once there are stacks
+
+
+class Board:
+    """The state of one job. `expected` are its tasks, in the order of their ranks.
+
+    >>> board = Board([Task("worker", 0), Task("worker", 1)])
+    >>> _ = board.handle(7, {"type": "join", "task_type": "worker", "task_id": 0}, now=0.0)
+    >>> out = board.handle(8, {"type": "join", "task_type": "worker", "task_id": 1}, now=1.0)
+    >>> [peer for peer, message in out if message["type"] == "ready"]
+    [7, 8, None]
+    """
+
+    def __init__(self, expected: Sequence[Task], *, coordinator: str | None = None) -> None:
+        if len(set(expected)) < len(expected) or not expected:
+            raise InvalidValueError(
+                f"A job needs at least one task, and each of them once. Received: {list(expected)}"
+            )
+        self._seats = [Seat(task, rank) for rank, task in enumerate(expected)]
+        self._by_task = {(s.task.type, s.task.id): s for s in self._seats}
+        self._by_peer: dict[int, Seat] = {}
+        self._coordinator = coordinator
+        self._failure: Failure | None = None
+        self._later: list[Failure] = []
+        self._exchanges: dict[str, tuple[dict[int, Any], float]] = {}
+        self._signing: dict[int, dict[int, tuple[str, Any]]] = {}
+        self._agreed: dict[int, str] = {}
+        self._asked: dict[
+            int, tuple[int, float]
+        ] = {}  # sequence -> (who passed it, until when to wait)
+        self._progress = Progress()
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, _StackRequest] = {}
+        self._stalled_since = -1e9
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the job cannot go on, or None."""
+        return self._failure
+
+    @property
+    def later_failures(self) -> list[Failure]:
+        """What else went wrong after the failure; mostly its consequences."""
+        return list(self._later)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all tasks have joined."""
+        return all(seat.state != "absent" for seat in self._seats)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody is left who could still come or go on."""
+        return all(seat.is_gone for seat in self._seats)
+
+    def present(self) -> list[Task]:
+        """The tasks that have joined and are still there."""
+        return [seat.task for seat in self._joined()]
+
+    def missing(self) -> list[Task]:
+        """The tasks that have not joined yet."""
+        return [seat.task for seat in self._seats if seat.state == "absent"]
+
+    def task_of(self, peer: int) -> Task | None:
+        """The task whose loss the end of a connection would be, if any."""
+        seat = self._by_peer.get(peer)
+        return seat.task if seat is not None and seat.state == "joined" else None
+
+    def rows(self, now: float) -> list[dict[str, Any]]:
+        """The table of workers: one row per task, in the order of ranks."""
+        return [self._progress.row(seat, self._awaited(seat), now) for seat in self._seats]
+
+    def _awaited(self, seat: Seat) -> list[float]:
+        """Since when exchanges have been open that this task has not taken part in."""
+        return [since for posts, since in self._exchanges.values() if seat.rank not in posts]
+
+    def _behind(self, seat: Seat, now: float) -> float:
+        return self._progress.behind(seat, self._awaited(seat), now)
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def handle(self, peer: int, message: Mapping[str, Any], now: float) -> list[Out]:
+        """A message from a peer. What cannot be understood is an `InvalidValueError`; drop the peer."""
+        kind = message.get("type")
+        seat = self._by_peer.get(peer)
+        if seat is not None:
+            seat.heard = now
+        try:
+            if kind == "join":
+                return self._join(peer, message, now)
+            if kind == "table":
+                return self._table(peer, message, now)
+            if kind == "stacks":
+                return self._ask_stacks(peer, message, now)
+            if seat is None or seat.is_gone:
+                return []
+            handlers = {
+                "status": self._status,
+                "post": self._post,
+                "sign": self._sign,
+                "ran": self._ran,
+                "fail": self._fail_message,
+                "broken": self._broken,
+                "deadline": self._deadline,
+                "stack": self._stack,
+                "leave": self._leave,
+            }
+            if kind in handlers:
+                return handlers[kind](seat, message, now)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidValueError(
+                f"A peer sent a message that the hub does not understand. Received: {message!r:.200}"
+            ) from error
+        raise InvalidValueError(f"There is no such message. Received: {kind!r:.80}")
+
+    def lost(self, peer: int, now: float, cause: str = "") -> list[Out]:
+        """The connection to a peer has ended. A member that had not left has died."""
+        for request in self._requests.values():
+            if request.asker == peer:
+                request.asker = None
+        seat = self._by_peer.pop(peer, None)
+        if seat is None:
+            return []
+        seat.peer = None
+        if seat.state != "joined":
+            return self._settle(now)
+        seat.state = "dead"
+        how = cause or "died: its connection closed without a goodbye"
+        site = seat.status.get("site")
+        at = f" It was at {site}." if site else ""
+        phase = seat.status.get("phase")
+        doing = f" while in phase {phase!r}" if phase else ""
+        out = self._fail(Failure("died", f"{seat} {how}{doing}.{at}", str(seat.task)))
+        return out + self._settle(now)
+
+    def exited(self, task: Task, code: int, now: float) -> list[Out]:
+        """A launcher has seen the process of a task end, with an exit code as `subprocess` gives it."""
+        seat = self._by_task[task.type, task.id]
+        joined = seat.state != "absent"
+        if seat.state == "dead" or (joined and code == 0):
+            return []
+        seat.state = "dead"
+        when = "" if joined else " before it joined the others"
+        out = self._fail(Failure("exited", f"{seat} {describe_exit(code)}{when}.", str(task)))
+        return out + self._settle(now)
+
+    def declare(self, failure: Failure, now: float) -> list[Out]:
+        """Whoever runs the hub says that the job cannot go on."""
+        return self._fail(failure) + self._settle(now)
+
+    def tick(self, now: float) -> list[Out]:
+        """Time has passed: stop waiting for answers that do not come."""
+        return self._settle(now)
+
+    def ask_stacks(self, request: int, now: float, patience: float = STACK_PATIENCE) -> list[Out]:
+        """Whoever runs the hub wants the stacks of all members."""
+        message = {"request": request, "patience": patience}
+        return self._ask_stacks(None, message, now)
+
+    # -- joining ---------------------------------------------------------------------------------
+
+    def _join(self, peer: int, message: Mapping[str, Any], now: float) -> list[Out]:
+        if peer in self._by_peer:
+            raise InvalidValueError("A member can join once only.")
+        key = (str(message["task_type"]), int(message["task_id"]))
+        info = {
+            name: message.get(name)
+            for name in ("pid", "host", "phalanx", "jax", "python", "devices", "cluster")
+        }
+        seat = self._by_task.get(key)
+        if seat is None or seat.state != "absent":
+            return self._refuse(peer, Task(*key), seat, info)
+        seat.peer, seat.state, seat.info, seat.heard = peer, "joined", info, now
+        seat.status = {"phase": "start"}
+        self._by_peer[peer] = seat
+        out: list[Out] = [(peer, {"type": "welcome", "rank": seat.rank, "size": len(self._seats)})]
+        if self._failure is not None:
+            return [*out, (peer, {"type": "failure", **self._failure.as_dict()})]
+        here = {"type": "joined", "worker": str(seat.task), **info, "missing": self._missing_names()}
+        out += self._to_all(here)
+        out.append((None, here))
+        out += self._check_alike(seat)
+        if self.is_ready and self._failure is None:
+            members = [{"worker": str(s.task), **s.info} for s in self._seats]
+            ready = {"type": "ready", "members": members, "coordinator": self._coordinator}
+            out += [*self._to_all(ready), (None, ready)]
+        return out
+
+    def _refuse(self, peer: int, task: Task, seat: Seat | None, info: Mapping[str, Any]) -> list[Out]:
+        """Turn a newcomer away; while the job still starts, that is a failure of the job."""
+        newcomer = f"pid {info['pid']} on {info['host']}"
+        if seat is None:
+            known = ", ".join(str(s.task) for s in self._seats)
+            text = f"{task} ({newcomer}) is not in this job, which has {known}."
+            refusal = Failure("cluster", text, str(task))
+        else:
+            text = (
+                f"Two processes are {task}: pid {seat.info.get('pid')} on {seat.info.get('host')}, and "
+                f"{newcomer}. Give each process an index of its own (the key 'task' of TF_CONFIG), and "
+                "make sure that no worker of an older run is still alive."
+            )
+            refusal = Failure("duplicate", text, str(task))
+        out: list[Out] = [(peer, {"type": "failure", **refusal.as_dict()})]
+        return out if self.is_ready else out + self._fail(refusal)
+
+    def _check_alike(self, seat: Seat) -> list[Out]:
+        """A failure if the newcomer differs from the first that joined in what all must share."""
+        others = [s for s in self._joined() if s is not seat]
+        first = others[0] if others else seat
+        for name in ("phalanx", "jax"):
+            if first.info.get(name) != seat.info.get(name):
+                text = (
+                    f"The workers run different versions of {name}: {first} has "
+                    f"{first.info.get(name)}, {seat} has {seat.info.get(name)}. Install the same "
+                    "version everywhere."
+                )
+                return self._fail(Failure("version", text, str(seat.task)))
+        if first.info.get("cluster") != seat.info.get("cluster"):
+            text = (
+                f"The workers describe the cluster differently. {first}: {first.info.get('cluster')}; "
+                f"{seat}: {seat.info.get('cluster')}. Give all of them the same description."
+            )
+            return self._fail(Failure("cluster", text, str(seat.task)))
+        return []
+
+    def _missing_names(self) -> list[str]:
+        return [str(task) for task in self.missing()]
+
+    # -- what members say ------------------------------------------------------------------------
+
+    def _status(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
+        seat.status = {
+            "phase": str(message.get("phase", "")),
+            "step": message.get("step"),
+            "site": str(message.get("site", "")),
+            "seconds": float(message.get("seconds", 0.0)),
+        }
+        self._progress.reach(seat, int(message.get("sequence", 0)), now)
+        return self._settle(now)
+
+    def _post(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
+        posts, _ = self._exchanges.setdefault(str(message["name"]), ({}, now))
+        posts[seat.rank] = message.get("value")
+        return self._settle(now)
+
+    def _sign(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
+        sequence, digest = int(message["sequence"]), str(message["digest"])
+        self._progress.reach(seat, sequence, now)
+        if self._agreed.get(sequence) == digest and seat.peer is not None:
+            return [(seat.peer, {"type": "agreed", "sequence": sequence})]
+        self._signing.setdefault(sequence, {})[seat.rank] = (digest, message.get("details"))
+        return self._settle(now)
+
+    def _ran(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
+        sequence = int(message["sequence"])
+        if self._asked.get(sequence, (-1, 0.0))[0] != seat.rank:
+            return []
+        return self._mismatch(sequence, {str(seat.task): message.get("details")})
+
+    def _fail_message(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
+        failure = Failure(str(message["kind"]), shorten(str(message["text"])), str(seat.task))
+        out = self._fail(failure)
+        if message.get("request") is not None and seat.peer is not None:
+            out.append((seat.peer, {"type": "heard", "request": message["request"]}))
+        return out
+
+    def _broken(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
+        """A member lost a connection to another member; that tells nothing yet if all are there."""
+        left = [s for s in self._seats if s.state == "left"]
+        if not left:
+            return []
+        names = " and ".join(str(s) for s in left)
+        text = (
+            f"{names} finished while {seat.task} still communicates, at "
+            f"{message.get('site') or 'an unknown place'}. All workers must run the same number of "
+            "steps."
+        )
+        return self._fail(Failure("left", text, str(left[0].task)))
+
+    def _leave(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
+        seat.state = "left"
+        seat.status = {**seat.status, "phase": "done"}
+        return [(None, {"type": "left", "worker": str(seat.task)}), *self._settle(now)]
+
+    def _deadline(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
+        """A member has waited for too long: ask those who are late where they are, then give up."""
+        if self._failure is not None or any(r.deadline for r in self._requests.values()):
+            return []
+        late = [s for s in self._joined() if self._behind(s, now) > 0]
+        late = late or [s for s in self._joined() if s is not seat]
+        final = {**message, "waiting": str(seat.task), "late": [s.rank for s in late]}
+        return self._request_stacks(_request(None, None, late, now + STACK_PATIENCE, final), now)
+
+    def _stack(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
+        request = self._requests.get(int(message["request"]))
+        if request is not None and seat.rank in request.missing:
+            request.missing.discard(seat.rank)
+            request.texts[str(seat.task)] = shorten(str(message["text"]))
+        return self._settle(now)
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def _table(self, peer: int, message: Mapping[str, Any], now: float) -> list[Out]:
+        first = now - self._stalled_since > float(message.get("every", 0.0))
+        if first:
+            self._stalled_since = now
+        answer = {
+            "type": "table",
+            "request": message.get("request"),
+            "rows": self.rows(now),
+            "first": first,
+            "failure": self._failure.as_dict() if self._failure else None,
+        }
+        return [(peer, answer)]
+
+    def _ask_stacks(self, peer: int | None, message: Mapping[str, Any], now: float) -> list[Out]:
+        patience = min(60.0, float(message.get("patience", STACK_PATIENCE)))
+        request = _request(peer, message.get("request"), self._joined(), now + patience)
+        return self._request_stacks(request, now)
+
+    def _request_stacks(self, request: _StackRequest, now: float) -> list[Out]:
+        number = next(self._numbers)
+        self._requests[number] = request
+        asked = [self._seats[rank] for rank in sorted(request.missing)]
+        out: list[Out] = [(seat.peer, {"type": "stack?", "request": number}) for seat in asked]
+        return out + self._settle(now)
+
+    # -- consequences ----------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> list[Out]:
+        """Everything that has become true: exchanges and signatures complete, questions answered."""
+        out: list[Out] = []
+        for name in [n for n in self._exchanges if self._all_in(self._exchanges[n][0])]:
+            posts, _ = self._exchanges.pop(name)
+            values = [posts.get(seat.rank) for seat in self._seats]
+            out += self._to_all({"type": "exchanged", "name": name, "values": values})
+        for sequence in sorted(self._signing):
+            out += self._settle_signatures(sequence, now)
+        for number in list(self._requests):
+            out += self._settle_stacks(number, now)
+        return out
+
+    def _all_in(self, posts: Mapping[int, Any]) -> bool:
+        return all(seat.rank in posts or seat.is_gone for seat in self._seats)
+
+    def _settle_signatures(self, sequence: int, now: float) -> list[Out]:
+        signed = self._signing[sequence]
+        if self._failure is not None:
+            return []
+        digests = {digest for digest, _ in signed.values()}
+        if len(digests) > 1 or self._agreed.get(sequence, next(iter(digests))) not in digests:
+            return self._mismatch(sequence, {})
+        others = [seat for seat in self._seats if seat.rank not in signed]
+        if not others:
+            del self._signing[sequence]
+            self._agreed[sequence] = digests.pop()
+            return self._to_all({"type": "agreed", "sequence": sequence})
+        left = next((seat for seat in others if seat.state == "left"), None)
+        if left is not None:
+            rank, (_, details) = next(iter(signed.items()))
+            text = mismatch_text(
+                sequence,
+                {str(self._seats[rank].task): details},
+                {str(left.task): {"operation": "nothing more: it has finished"}},
+            )
+            return self._fail(Failure("mismatch", text, str(left.task)))
+        passed = next((s for s in others if s.state == "joined" and s.sequence >= sequence), None)
+        if passed is None:
+            return []
+        if sequence not in self._asked:
+            self._asked[sequence] = (passed.rank, now + STACK_PATIENCE)
+            return [(passed.peer, {"type": "ran?", "sequence": sequence})]
+        if now >= self._asked[sequence][1]:
+            return self._mismatch(sequence, {str(passed.task): None})
+        return []
+
+    def _mismatch(self, sequence: int, passed: Mapping[str, Any]) -> list[Out]:
+        signed = self._signing.get(sequence, {})
+        programs = {str(self._seats[rank].task): details for rank, (_, details) in signed.items()}
+        return self._fail(Failure("mismatch", mismatch_text(sequence, programs, passed)))
+
+    def _settle_stacks(self, number: int, now: float) -> list[Out]:
+        request = self._requests[number]
+        waiting = {r for r in request.missing if self._seats[r].state == "joined"}
+        if waiting and now < request.until:
+            return []
+        del self._requests[number]
+        for rank in waiting:
+            request.texts[str(self._seats[rank].task)] = "It did not answer in time."
+        if request.deadline is not None:
+            return self._give_up(request, now)
+        return [(request.asker, {"type": "stacks", "request": request.name, "stacks": request.texts})]
+
+    def _give_up(self, request: _StackRequest, now: float) -> list[Out]:
+        message = request.deadline or {}
+        late = [self._seats[rank] for rank in message["late"]]
+        if missing := self._missing_names():
+            here = ", ".join(map(str, self._joined()))
+            where = ", ".join(f"{t} ({t.address})" if t.address else str(t) for t in self.missing())
+            text = (
+                f"{len(missing)} of {len(self._seats)} workers did not join within "
+                f"{float(message.get('seconds', 0.0)):g} seconds. Missing: {where}. Joined: {here}. "
+                "Start the missing ones, or look into their output."
+            )
+            return self._fail(Failure("deadline", text))
+        rows = self.rows(now)
+        places = [describe_place(seat, rows[seat.rank]) for seat in late]
+        text = (
+            f"{message['waiting']} waited for {float(message.get('seconds', 0.0)):g} seconds at "
+            f"{message.get('site') or 'an unknown place'}, which is the deadline (PHALANX_DEADLINE). "
+            f"Late: {', '.join(places) or 'nobody that is known'}."
+        )
+        stacks = [f"\n{name}:\n{stack}" for name, stack in sorted(request.texts.items())]
+        task = str(late[0].task) if len(late) == 1 else ""
+        return self._fail(Failure("deadline", shorten(text + "".join(stacks)), task))
+
+    def _fail(self, failure: Failure) -> list[Out]:
+        if self._failure is not None:
+            self._later.append(failure)
+            return [(None, {"type": "later", **failure.as_dict()})]
+        self._failure = failure
+        message = {"type": "failure", **failure.as_dict()}
+        return [*self._to_all(message), (None, message)]
+
+    def _to_all(self, message: dict[str, Any]) -> list[Out]:
+        return [(seat.peer, message) for seat in self._joined() if seat.peer is not None]
+
+    def _joined(self) -> list[Seat]:
+        return [seat for seat in self._seats if seat.state == "joined"]
+
+
+def _request(
+    asker: int | None, name: Any, seats: Sequence[Seat], until: float, final: Any = None
+) -> _StackRequest:
+    return _StackRequest(asker, name, {seat.rank for seat in seats}, until, deadline=final)

@@ -1,0 +1,92 @@
+"""How far each task of a job has come, and for how long the others have been further."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.cluster.hub.facts import Task
+
+__all__ = ["Progress", "Seat"]
+
+_QUIET = 3.0  # seconds without any message after which the table says so
+
+
+@dataclass
+class Seat:
+    """One expected task and what is known of it."""
+
+    task: Task
+    rank: int
+    peer: int | None = None
+    state: str = "absent"  # then joined, and then left or dead
+    info: dict[str, Any] = field(default_factory=dict)
+    status: dict[str, Any] = field(default_factory=dict)
+    sequence: int = 0  # the last program that it has begun or wants to begin
+    heard: float = 0.0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the task was there and will not come back."""
+        return self.state in ("left", "dead")
+
+    def __str__(self) -> str:
+        host, pid = self.info.get("host"), self.info.get("pid")
+        return f"{self.task} (pid {pid} on {host})" if host else str(self.task)
+
+
+class Progress:
+    """Remembers when the first task reached each number.
+
+    >>> fast, slow = Seat(Task("worker", 0), 0), Seat(Task("worker", 1), 1)
+    >>> progress = Progress()
+    >>> progress.reach(fast, 5, now=10.0)
+    >>> progress.behind(slow, (), now=12.5)
+    2.5
+    """
+
+    def __init__(self) -> None:
+        self._front: deque[tuple[int, float]] = deque([(0, 0.0)], maxlen=256)
+
+    def reach(self, seat: Seat, sequence: int, now: float) -> None:
+        """A task has begun, or wants to begin, the program with this number."""
+        seat.sequence = max(seat.sequence, sequence)
+        if seat.sequence > self._front[-1][0]:
+            self._front.append((seat.sequence, now))
+
+    def behind(self, seat: Seat, awaited_since: Iterable[float], now: float) -> float:
+        """For how many seconds somebody has been further than this task, or has waited for it."""
+        if seat.is_gone:
+            return 0.0
+        waits = list(awaited_since)
+        overtaken = next((when for number, when in self._front if number > seat.sequence), None)
+        if overtaken is not None:
+            waits.append(overtaken)
+        return max(0.0, now - min(waits)) if waits else 0.0
+
+    def row(self, seat: Seat, awaited_since: Iterable[float], now: float) -> dict[str, Any]:
+        """A line of the table of workers."""
+        silence = now - seat.heard if seat.state == "joined" else 0.0
+        return {
+            "worker": str(seat.task),
+            "address": seat.task.address,
+            "host": seat.info.get("host") or "",
+            "pid": seat.info.get("pid"),
+            "state": seat.state,
+            "phase": seat.status.get("phase", ""),
+            "step": seat.status.get("step"),
+            "sequence": seat.sequence,
+            "site": seat.status.get("site", ""),
+            "seconds": round(seat.status.get("seconds", 0.0) + silence, 3),
+            "quiet": round(silence, 3) if silence > _QUIET else 0.0,
+            "behind": round(self.behind(seat, awaited_since, now), 3),
+        }
+
+
+def describe_place(seat: Seat, row: Mapping[str, Any]) -> str:
+    """Where a late task is, in words."""
+    site = f" at {row['site']}" if row["site"] else ""
+    quiet = f", silent for {row['quiet']:.0f} seconds" if row["quiet"] else ""
+    return f"{seat}, {row['behind']:.0f} seconds behind, in phase {row['phase']!r}{site}{quiet}"
