@@ -95,6 +95,21 @@ def test_by_file_every_row_comes_once(files: list[int], size: int, workers: int,
 # -- sizes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rows", range(21))
+def test_every_small_batch_is_cut_without_gaps(rows: int) -> None:
+    """All batches up to 20 rows, 4 workers and 4 replicas: datasets consist of nothing else."""
+    for workers, replicas in itertools.product(range(1, 5), repeat=2):
+        dealt = [cut_for_worker(rows, workers, replicas, w) for w in range(workers)]
+        assert all(len(mine) == replicas for mine in dealt)
+        pieces = [dealt[i % workers][i // workers] for i in range(workers * replicas)]
+        assert [(p.start, p.stop) for p in pieces] == [
+            (p.start, p.stop) for p in cut(rows, workers * replicas)
+        ]
+        ends = [0, *(p.stop for p in pieces)]
+        assert [p.start for p in pieces] == ends[:-1]
+        assert ends[-1] == rows
+
+
 @given(ROWS, COUNTS, COUNTS)
 def test_pieces_are_as_large_as_the_first_until_the_rows_run_out(
     rows: int, workers: int, replicas: int

@@ -201,6 +201,7 @@ class DistributedIterator:
         self._dataset, self._place = dataset, dataset._place
         self._lock = threading.RLock()
         self._items: Items[tuple[Any, Step]] | None = None
+        self._release: Any = None
         self._nothing: Any = None
         self._meets: bool | None = None
         self._begin(state)
@@ -220,7 +221,7 @@ class DistributedIterator:
         if depth == 0:
             return AtOnce(work)
         items = Ahead(work, depth)
-        weakref.finalize(self, items.stop, False)
+        self._release = weakref.finalize(self, items.stop, False)
         return items
 
     # -- elements --------------------------------------------------------------------------------
@@ -333,6 +334,8 @@ class DistributedIterator:
     def close(self) -> None:
         """End the background thread, and give back files. The iterator has then ended."""
         items, self._items, self._ended = self._items, None, True
+        if self._release is not None:
+            self._release.detach()
         if items is not None:
             items.stop()
 
