@@ -17,10 +17,12 @@ import numpy as np
 from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lib import _jax  # type: ignore[attr-defined]
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -39,6 +41,65 @@ def platform_may_exist(platform: str) -> bool:
         return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
     aliases = {"gpu": ("gpu", "cuda", "rocm")}.get(platform, (platform,))
     return any(name in _bridge._backend_factories for name in aliases)
+
+
+# -- several processes --------------------------------------------------------------------------
+
+_HEARTBEAT = 7 * 24 * 3600
+"""Seconds after which JAX would end the process because of a silent peer; Phalanx is much quicker."""
+
+
+def start_coordination_service(address: str, processes: int) -> Any:
+    """Start the service through which the processes of a job find each other; has `shutdown()`.
+
+    It must last longer than any process that uses it: JAX aborts a process whose service vanishes, so
+    shut it down only when all have left.
+    """
+    return _jax.get_distributed_runtime_service(
+        address,
+        processes,
+        heartbeat_timeout=_HEARTBEAT,
+        cluster_register_timeout=3600,
+        shutdown_timeout=10,
+        recoverable=True,
+    )
+
+
+def join_processes(address: str, process: int, processes: int, timeout: float) -> None:
+    """Make this process one of several that compute together, before JAX starts its backends.
+
+    Like `jax.distributed.initialize`, but with a service that runs elsewhere, and without handling
+    SIGTERM, which belongs to the program.
+    """
+    jax.config.update("jax_enable_recoverability", True)
+    state = _distributed.global_state
+    client = _jax.get_distributed_runtime_client(
+        address,
+        process,
+        init_timeout=max(1, int(timeout)),
+        shutdown_timeout=10,
+        heartbeat_timeout=_HEARTBEAT,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    client.connect()
+    state.client = client
+    state.process_id, state.num_processes = process, processes
+    state.coordinator_address = address
+
+
+def processes_are_joined() -> bool:
+    """Whether this process is one of several for JAX."""
+    return _distributed.global_state.client is not None
+
+
+def leave_processes() -> None:
+    """Undo `join_processes`. With the service's peers gone or not, this does not wait for them."""
+    state = _distributed.global_state
+    client, state.client = state.client, None
+    state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
+    if client is not None:
+        client.shutdown()
 
 
 # -- jit ---------------------------------------------------------------------------------------------
@@ -68,7 +129,7 @@ def uncommitted(x: jax.Array) -> jax.Array:
 
 def movable(x: Any) -> Any:
     """`x` itself, but never committed to a single device."""
-    if isinstance(x, _array.ArrayImpl) and x._committed and len(x._arrays) == 1:
+    if isinstance(x, _array.ArrayImpl) and x._committed and len(x.sharding.device_set) == 1:
         return uncommitted(x)
     return x
 

@@ -19,20 +19,33 @@ class Patience:
     give_up_after: float
 
 
+def worker_deadline() -> float:
+    """How many seconds a worker waits for other workers before the job gives up.
+
+    Ten minutes, or what the environment variable PHALANX_DEADLINE says.
+    """
+    return _seconds("PHALANX_DEADLINE", "600")
+
+
 def replica_patience() -> Patience:
     """How long replicas of one process wait for each other at a merge point.
 
     The default gives a slow replica (compiling, reading data) half an hour, with a warning each
     minute. The environment variable PHALANX_REPLICA_DEADLINE sets another number of seconds.
     """
-    text = os.environ.get("PHALANX_REPLICA_DEADLINE", "1800")
+    seconds = _seconds("PHALANX_REPLICA_DEADLINE", "1800")
+    return Patience(warn_after=min(60.0, seconds / 2), give_up_after=seconds)
+
+
+def _seconds(variable: str, default: str) -> float:
+    text = os.environ.get(variable, default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
         raise InvalidValueError(
-            "The environment variable PHALANX_REPLICA_DEADLINE must be a positive number of "
-            f"seconds. Received: {text!r}"
+            f"The environment variable {variable} must be a positive number of seconds. "
+            f"Received: {text!r}"
         )
-    return Patience(warn_after=min(60.0, seconds / 2), give_up_after=seconds)
+    return seconds

@@ -60,6 +60,15 @@ class MergeMismatchError(PhalanxError, RuntimeError):
     """
 
 
+class CollectiveMismatchError(MergeMismatchError):
+    """Workers came to programs that do not belong together.
+
+    All workers must run the same programs in the same order, with arrays of the same shapes and dtypes.
+    The message is the same on every worker and shows what each of them was about to run, and where.
+    Usually a Python branch on the worker's id surrounds a collective, or one worker ran out of data.
+    """
+
+
 class StructureMismatchError(PhalanxError, AssertionError):
     """Replicas returned, or merged, nests of different structure."""
 
@@ -128,6 +137,10 @@ class ClusterEnvironmentError(PhalanxError, RuntimeError, AssertionError):
     For example a variable of Slurm is missing, a pod is not running, or a TPU is not ready yet. The
     message says what was looked for and how the program is meant to be started.
     """
+
+
+class VersionMismatchError(ClusterEnvironmentError):
+    """The workers of a job run different versions of Phalanx or JAX. Install the same everywhere."""
 
 
 class DuplicateTaskError(InvalidValueError, KeyError):
@@ -227,3 +240,22 @@ class UnavailableError(OpError, ConnectionError):
 
 class DataLossError(OpError):
     """Stored data is corrupt or truncated."""
+
+
+# -- jobs of several workers ----------------------------------------------------------------------
+
+
+class WorkerLostError(UnavailableError):
+    """Another worker died, or left while it was still needed. The message names it and where it was."""
+
+
+class WorkerFailedError(AbortedError, RuntimeError):
+    """Another worker raised an exception. The message has its traceback: look there for the mistake."""
+
+
+class HubLostError(UnavailableError):
+    """The connection to the job's hub broke.
+
+    The hub runs in the launcher, or next to the first worker. Usually that machine is down or the whole
+    job was stopped.
+    """

@@ -322,7 +322,9 @@ class Board:
     def _leave(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         seat.state = "left"
         seat.status = {**seat.status, "phase": "done"}
-        return [(None, {"type": "left", "worker": str(seat.task)}), *self._settle(now)]
+        out: list[Out] = [(None, {"type": "left", "worker": str(seat.task)})]
+        out.append((seat.peer, {"type": "heard", "request": message.get("request")}))
+        return out + self._settle(now)
 
     def _deadline(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member has waited for too long: ask those who are late where they are, then give up."""

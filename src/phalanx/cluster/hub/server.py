@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from phalanx.cluster.hub.board import Board, Out
-from phalanx.cluster.hub.facts import Failure, Task
+from phalanx.cluster.hub.facts import Failure, Task, describe_exit
 from phalanx.cluster.hub.frames import ProtocolError, Stream
 from phalanx.cluster.hub.table import Table
 from phalanx.core import compat
@@ -30,7 +31,9 @@ from phalanx.core.errors import (
     UnauthenticatedError,
 )
 
-__all__ = ["Hub", "keep_alive", "listen"]
+__all__ = ["Hub", "join_address", "keep_alive", "listen"]
+
+_log = logging.getLogger(__name__)
 
 _TICK = 0.25  # seconds
 _PROOF_PATIENCE = 10.0  # seconds that a peer may take to show that it belongs to the job
@@ -49,7 +52,6 @@ class _Connection:
     socket: socket.socket
     stream: Stream
     since: float
-    closing: bool = field(default=False)
 
 
 class Hub:
@@ -60,10 +62,11 @@ class Hub:
         token: what every process of the job knows and nobody else.
         host: the address to listen at.
         port: the port to listen at; 0 takes a free one.
+        advertised: the name under which the others reach `host`, if it is another one.
         coordination: whether to run JAX's coordination service too, which the workers then use. It
             should run where it outlives every worker.
-        on_event: called in the hub's thread with what happens: a dict whose "type" is joined, ready, left,
-            failure or later (a failure after the first).
+        on_event: called in the hub's thread with what happens: a dict whose "type" is joined, ready,
+            left, failure or later (a failure after the first).
         cause_of_death: asked in the hub's thread how the process of a task ended, when its connection
             closes unexpectedly; returns an exit code or None. Must not wait for long.
 
@@ -77,12 +80,14 @@ class Hub:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
+        advertised: str | None = None,
         coordination: bool = True,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         cause_of_death: Callable[[Task], int | None] | None = None,
     ) -> None:
         self._expected = tuple(expected)
         self._token, self._host, self._port = token, host, port
+        self._advertised = advertised or host
         self._coordination = coordination
         self.on_event = on_event
         self._cause_of_death = cause_of_death
@@ -106,7 +111,8 @@ class Hub:
         self._listener = listen(self._host, self._port)
         coordinator = None
         if self._coordination:
-            self._service, coordinator = _start_service(self._host, len(self._expected))
+            self._service, port = _start_service(self._host, len(self._expected))
+            coordinator = join_address(self._advertised, port)
         self._board = Board(self._expected, coordinator=coordinator)
         for sock in (self._listener, self._wake_out):
             sock.setblocking(False)
@@ -151,8 +157,7 @@ class Hub:
         """Where members connect to, as ``host:port``."""
         if self._listener is None:
             raise InvalidValueError("The hub has no address before it is started. Call start() first.")
-        host, port = self._listener.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_address(self._advertised, self._listener.getsockname()[1])
 
     @property
     def failure(self) -> Failure | None:
@@ -339,8 +344,6 @@ class Hub:
         task = self._board.task_of(peer)
         if task is None or self._cause_of_death is None:
             return ""
-        from phalanx.cluster.hub.facts import describe_exit
-
         code = self._cause_of_death(task)
         return "" if code is None else describe_exit(code)
 
@@ -359,7 +362,10 @@ class Hub:
             if future is not None:
                 future.set_result(message["stacks"])
         elif self.on_event is not None:
-            self.on_event(message)
+            try:
+                self.on_event(message)
+            except Exception:  # noqa: BLE001 - the hub must go on for the workers' sake
+                _log.exception("on_event failed for %s", message["type"])
 
 
 # -- sockets --------------------------------------------------------------------------------------
@@ -380,8 +386,8 @@ def listen(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise ClusterEnvironmentError(
-            f"Nothing can listen at {host}:{port}: {error.strerror or error}. The port may be in use, or "
-            f"the address may belong to another machine. Received: {host}:{port}"
+            f"Nothing can listen at {host}:{port}: {error.strerror or error}. The port may be in use, "
+            f"or the address may belong to another machine. Received: {host}:{port}"
         ) from error
     return listener
 
@@ -395,15 +401,19 @@ def keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _start_service(host: str, processes: int) -> tuple[Any, str]:
-    """JAX's service at a free port, which it cannot choose itself, and its address."""
+def join_address(host: str, port: int) -> str:
+    """``host:port``, with brackets where the host is an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _start_service(host: str, processes: int) -> tuple[Any, int]:
+    """JAX's service at a free port, which it cannot choose itself, and the port."""
     problem: Exception | None = None
     for _ in range(5):  # somebody else may take the port in between
         with listen(host, 0) as probe:
             port = probe.getsockname()[1]
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            return compat.start_coordination_service(address, processes), address
+            return compat.start_coordination_service(join_address(host, port), processes), port
         except RuntimeError as error:
             problem = error
     raise ClusterEnvironmentError(

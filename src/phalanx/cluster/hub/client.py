@@ -1,0 +1,428 @@
+"""A worker's end of the hub."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import platform
+import selectors
+import socket
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+import jax
+
+import phalanx
+from phalanx.cluster.hub import dialling
+from phalanx.cluster.hub.facts import Failure, shorten
+from phalanx.cluster.hub.frames import ProtocolError
+from phalanx.cluster.hub.status import Status, Waiting, all_stacks
+from phalanx.cluster.hub.table import Table
+from phalanx.core.deadlines import worker_deadline
+from phalanx.core.errors import DeadlineExceededError, PhalanxError, UnauthenticatedError
+
+__all__ = ["Member", "Roster", "versions"]
+
+_INTERVAL = 0.25  # seconds between looks at the status
+_SIGN_OF_LIFE = 1.0  # seconds after which the status is sent although nothing has changed
+_ANSWER = 10.0  # seconds within which the hub itself answers
+_CHUNK = 256 * 1024
+
+Roster = dict[str, Any]
+"""Who is in the job, once all have joined: "members" (a list of dicts by rank) and "coordinator"."""
+
+
+def versions() -> dict[str, str]:
+    """What must be, or should be, the same on all workers."""
+    return {
+        "phalanx": str(getattr(phalanx, "__version__", "")),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+
+
+class Member:
+    """One worker's connection to the hub.
+
+    The constructor connects, trying again until `timeout` has passed, and joins. `wait_joined` waits
+    for the others. Methods that wait raise the job's failure as soon as there is one.
+
+    Args:
+        address: the hub's ``host:port``.
+        token: the job's secret.
+        task_type: the type of this process's task.
+        task_id: its index.
+        cluster: a text that describes the cluster; must be the same on all workers.
+        devices: how many devices this worker brings, for people.
+        timeout: seconds within which the hub must be reached.
+        about: overrides for what is told of this process, such as its versions.
+
+    Attributes:
+        status: what this worker is doing, to be written by the training thread; see `Status`.
+        wait: the innermost wait that is going on, or None.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        task_type: str,
+        task_id: int,
+        *,
+        cluster: str = "",
+        devices: int | None = None,
+        timeout: float = 60.0,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.address, self.task = address, f"{task_type} {task_id}"
+        self.rank, self.size = -1, 0
+        self.status = Status()
+        self.wait: Waiting | None = None
+        self._failure: Failure | None = None
+        self._callbacks: list[Callable[[Failure], None]] = []
+        self._changed = threading.Condition()
+        self._roster: Roster | None = None
+        self._arrivals: list[dict[str, Any]] = []
+        self._exchanged: dict[str, list[Any]] = {}
+        self._exchange_counts: dict[str, int] = {}
+        self._agreed: set[int] = set()
+        self._requests = itertools.count(1)
+        self._futures: dict[int, Future[dict[str, Any]]] = {}
+        self._closing = False
+        self._last, self._last_change, self._last_sent = ((), 0.0, 0.0)  # type: tuple[Any, float, float]
+        self._lock = threading.Lock()  # guards the stream's outgoing bytes
+        self._socket, self._stream = dialling.dial(address, token, timeout)
+        self._socket.setblocking(False)
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._send(
+            {
+                "type": "join",
+                "task_type": task_type,
+                "task_id": task_id,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "cluster": cluster,
+                "devices": devices,
+                **versions(),
+                **(about or {}),
+            }
+        )
+        _members.add(self)
+        self._thread = threading.Thread(target=self._run, name="phalanx-member", daemon=True)
+        self._thread.start()
+
+    # -- the job ---------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the job cannot go on, or None."""
+        return self._failure
+
+    def check(self) -> None:
+        """Raise the job's failure if there is one."""
+        if self._failure is not None:
+            raise self._failure.error()
+
+    def on_failure(self, callback: Callable[[Failure], None]) -> None:
+        """Call `callback` once with the job's failure: in the member's thread, or now if known."""
+        with self._changed:
+            if self._failure is None:
+                self._callbacks.append(callback)
+                return
+        callback(self._failure)
+
+    def wait_joined(
+        self, timeout: float, progress: Callable[[dict[str, Any]], None] | None = None
+    ) -> Roster:
+        """Wait for all workers to join; `progress` is called with each message about one that has."""
+        end = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._roster or self._failure or self._arrivals,
+                    max(0.0, end - time.monotonic()),
+                )
+                news, self._arrivals = self._arrivals, []
+            for arrival in news:
+                if progress is not None:
+                    progress(arrival)
+            self.check()
+            if self._roster is not None:
+                return self._roster
+            if not news and time.monotonic() >= end:
+                raise self._late("the start", timeout)
+
+    def exchange(self, name: str, value: Any, timeout: float | None = None) -> list[Any]:
+        """Give `value` to all workers and get theirs, by rank; None for workers that have finished.
+
+        Values must be small and as JSON has them. All workers must exchange under the same names in the
+        same order.
+        """
+        self.check()
+        count = self._exchange_counts[name] = self._exchange_counts.get(name, 0) + 1
+        key = f"{name}#{count}"
+        self._send({"type": "post", "name": key, "value": value})
+        with self.waiting(""):
+            self._wait_for(lambda: key in self._exchanged, f"the exchange {name!r}", timeout)
+        return self._exchanged.pop(key)
+
+    def agree(self, sequence: int, digest: str, details: Any, timeout: float | None = None) -> None:
+        """Wait until all workers have come to program `sequence` with the same digest.
+
+        Args:
+            sequence: the number of the program in the order that all workers keep.
+            digest: a hash of everything that must be the same.
+            details: a dict that shows it to people: ``operation``, ``arrays``, ``site``.
+            timeout: seconds to wait, by default PHALANX_DEADLINE.
+        """
+        self.check()
+        site = str(details.get("site", "")) if isinstance(details, Mapping) else ""
+        self._send({"type": "sign", "sequence": sequence, "digest": digest, "details": details})
+        with self.waiting(site):
+            self._wait_for(lambda: sequence in self._agreed, site, timeout)
+        self._agreed.discard(sequence)
+
+    def waiting(self, site: str) -> Waiting:
+        """Marks a wait for other workers; a context manager. See `Waiting`."""
+        return Waiting(self, site)
+
+    def cause_of(self, error: BaseException, timeout: float = 2.0) -> PhalanxError | None:
+        """The job's failure as an exception, if `error` is only its echo.
+
+        A worker whose peer dies gets an error of a broken connection, often before the hub has said
+        who died: this waits a moment for it.
+        """
+        if isinstance(error, PhalanxError) or not dialling.is_broken_connection(error):
+            return None
+        if self._failure is None:
+            self._send({"type": "broken", "site": self.status.site})
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None, timeout)
+        return None if self._failure is None else self._failure.error()
+
+    def report_exception(self, error: BaseException, timeout: float = 5.0) -> None:
+        """Tell all workers that this one has failed; returns when the hub knows."""
+        if isinstance(error, PhalanxError) and self._failure is not None:
+            return  # it was the others' failure in the first place
+        shown = "".join(traceback.format_exception(error))
+        headline = "".join(traceback.format_exception_only(error)).strip()
+        who = f"{self.task} (pid {os.getpid()} on {socket.gethostname()})"
+        self.report(Failure("raised", f"{who} raised {headline}\n\n{shown}", self.task), timeout)
+
+    def report(self, failure: Failure, timeout: float = 5.0) -> None:
+        """Tell all workers that the job cannot go on; returns when the hub knows."""
+        message = {"type": "fail", "kind": failure.kind, "text": shorten(failure.text)}
+        with contextlib.suppress(FutureTimeout, PhalanxError):
+            self._ask(message, timeout)
+
+    def declare_deadline(self, site: str, seconds: float) -> None:
+        """Tell the hub that this worker has waited for too long; the job's failure follows."""
+        self._send({"type": "deadline", "site": site, "seconds": seconds})
+
+    def table(self, every: float = 0.0, timeout: float = _ANSWER) -> tuple[Table, bool]:
+        """Who does what, and whether nobody else has asked for that in the last `every` seconds."""
+        answer = self._ask({"type": "table", "every": every}, timeout)
+        return Table(answer["rows"]), bool(answer["first"])
+
+    def stacks(self, timeout: float = 5.0) -> dict[str, str]:
+        """The Python stacks of all workers, by task."""
+        answer = self._ask({"type": "stacks", "patience": timeout}, timeout + _ANSWER)
+        return dict(answer["stacks"])
+
+    def leave(self, timeout: float = 2.0) -> None:
+        """Say that this worker has finished, and close the connection."""
+        if self._closing:
+            return
+        self.status.phase = "done"
+        with contextlib.suppress(FutureTimeout, PhalanxError):
+            self._ask({"type": "leave"}, timeout)
+        self._closing = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        _members.discard(self)
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _wait_for(self, done: Callable[[], bool], site: str, timeout: float | None) -> None:
+        seconds = worker_deadline() if timeout is None else timeout
+        with self._changed:
+            self._changed.wait_for(lambda: done() or self._failure is not None, seconds)
+        if done():
+            return
+        self.check()
+        raise self._late(site, seconds)
+
+    def _late(self, site: str, seconds: float) -> PhalanxError:
+        """Let the hub say who is late, on all workers."""
+        self.declare_deadline(site, seconds)
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, _ANSWER)
+        if self._failure is not None:
+            return self._failure.error()
+        return DeadlineExceededError(
+            f"{self.task} waited for {seconds:g} seconds at {site}, and the hub at {self.address} does "
+            "not answer."
+        )
+
+    def _ask(self, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        number = next(self._requests)
+        future: Future[dict[str, Any]] = Future()
+        self._futures[number] = future
+        if self._closing or not self._thread.is_alive():
+            raise self._gone().error()
+        self._send({**message, "request": number})
+        try:
+            return future.result(timeout)
+        finally:
+            self._futures.pop(number, None)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._stream.send(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_in.send(b"!")
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._report_status()
+                self._flush()
+                for key, _ in self._selector.select(_INTERVAL):
+                    if key.fileobj is self._wake_out:
+                        with contextlib.suppress(BlockingIOError):
+                            self._wake_out.recv(4096)
+                    elif not self._receive():
+                        return
+        except (OSError, ProtocolError, UnauthenticatedError):
+            pass
+        finally:
+            self._end()
+
+    def _report_status(self) -> None:
+        now = time.monotonic()
+        current = self.status.snapshot()
+        if current != self._last:
+            self._last, self._last_change = current, now
+        elif now - self._last_sent < _SIGN_OF_LIFE:
+            return
+        self._last_sent = now
+        phase, step, sequence, site = current
+        message = {
+            "type": "status",
+            "phase": phase,
+            "step": None if step is None else int(step),
+            "sequence": int(sequence),
+            "site": site,
+            "seconds": now - self._last_change,
+        }
+        with self._lock:
+            self._stream.send(message)
+
+    def _flush(self) -> None:
+        with self._lock:
+            outgoing = self._stream.outgoing
+            with contextlib.suppress(BlockingIOError):
+                while outgoing:
+                    del outgoing[: self._socket.send(outgoing)]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
+        self._selector.modify(self._socket, events)
+
+    def _receive(self) -> bool:
+        try:
+            data = self._socket.recv(_CHUNK)
+        except BlockingIOError:
+            return True
+        for message in self._stream.receive(data):
+            self._handle(message)
+        return bool(data)
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "stack?":
+            text = shorten(all_stacks())
+            self._send({"type": "stack", "request": message["request"], "text": text})
+            return
+        if kind == "ran?":
+            number = message["sequence"]
+            self._send({"type": "ran", "sequence": number, "details": self.status.ran(number)})
+            return
+        if kind == "failure":
+            self._fail(Failure.from_dict(message))
+            return
+        if kind in ("table", "stacks", "heard"):
+            future = self._futures.pop(message["request"], None)
+            if future is not None:
+                future.set_result(message)
+            return
+        with self._changed:
+            if kind == "welcome":
+                self.rank, self.size = message["rank"], message["size"]
+            elif kind == "joined":
+                self._arrivals.append(message)
+            elif kind == "ready":
+                self._roster = message
+            elif kind == "exchanged":
+                self._exchanged[message["name"]] = message["values"]
+            elif kind == "agreed":
+                self._agreed.add(message["sequence"])
+            self._changed.notify_all()
+
+    def _fail(self, failure: Failure) -> None:
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback(failure)
+
+    def _gone(self) -> Failure:
+        text = (
+            f"The connection of {self.task} to the hub at {self.address} has closed. The hub runs in "
+            "the launcher, or next to the first worker: that machine is down, or the job was stopped."
+        )
+        return Failure("hub", text)
+
+    def _end(self) -> None:
+        self._socket.close()
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+        if not self._closing:
+            self._fail(self._gone())
+            self._closing = True
+        for future in list(self._futures.values()):
+            with contextlib.suppress(Exception):
+                future.set_exception((self._failure or self._gone()).error())
+
+
+_members: weakref.WeakSet[Member] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    # A child that keeps the socket open would hide the death of its parent from the hub.
+    for member in list(_members):
+        member._socket.close()
+        member._closing = True
+    _members.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
