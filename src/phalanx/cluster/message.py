@@ -6,6 +6,7 @@ as none. Fields that are messages themselves are copied when they are assigned.
 
 from __future__ import annotations
 
+import abc
 import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -23,35 +24,35 @@ class _UnknownFieldError(InvalidTypeError, InvalidValueError, AttributeError):
     """A message has no field of that name."""
 
 
-class Kind:
+class Kind(abc.ABC):
     """What the value of a field can be, and how it is written; `number` is that of the field."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
+    @abc.abstractmethod
     def default(self) -> Any:
         """A new default value."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def check(self, value: Any, what: str) -> Any:
         """The value to keep; an error that begins with `what` if it cannot be one."""
-        raise NotImplementedError
 
     def merged(self, old: Any, new: Any) -> Any:
         """What a field that held `old` holds after `new` was merged into it."""
         return old if new == self.default() else new
 
+    @abc.abstractmethod
     def encoded(self, value: Any) -> bytes:
         """The value as fields on the wire."""
-        raise NotImplementedError
 
     def decoded(self, raw: int | bytes) -> Any:
         """The value of one field on the wire, for `check`."""
         return raw
 
+    @abc.abstractmethod
     def lines(self, name: str, value: Any) -> list[str]:
         """The value in protobuf's text format."""
-        raise NotImplementedError
 
 
 class Text(Kind):
