@@ -201,10 +201,8 @@ def _is_array(x: Any) -> bool:
 def _to_numpy(x: Any) -> Any:
     if isinstance(x, np.ndarray | np.generic | jax.Array | Sequence):
         return x
-    for name in ("detach", "cpu"):  # torch
-        step = getattr(x, name, None)
-        if callable(step):
-            x = step()
+    if hasattr(x, "detach"):  # torch
+        x = x.detach().cpu()
     numpy = getattr(x, "numpy", None)  # torch, TensorFlow
     if callable(numpy):
         try:
