@@ -121,6 +121,10 @@ class CrossDeviceOps:
             joined = jnp.concatenate([place(x, here) for x in components], axis=axis)
         return self.broadcast(joined, destinations)
 
+    def sizes(self, per_replica_value: Any, axis: int) -> list[int]:
+        """The length of every replica's component along `axis`."""
+        return [x.shape[axis] for x in _as_per_replica(per_replica_value).samples()]
+
     def _in_program(self, op: ReduceOp, pairs: Pairs, options: CommunicationOptions) -> list[Any]:
         """Reduce inside a compiled run, where values are local and devices are given."""
         results: list[Any] = [None] * len(pairs)

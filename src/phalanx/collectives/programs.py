@@ -18,30 +18,51 @@ from jax.sharding import PartitionSpec
 from phalanx.collectives.packing import Packing, plan_packs
 from phalanx.core import compat, spmd
 from phalanx.core.reduction import ReduceOp
-from phalanx.core.values import Mirrored, place, replica_mesh, replicated_over
+from phalanx.core.values import Mirrored, Span, place, replica_mesh, replicated_over
 from phalanx.execution.throttle import THROTTLE
 
 Devices = tuple[jax.Device, ...]
 
 
 def all_reduce(
-    op: ReduceOp, columns: Sequence[Sequence[jax.Array]], devices: Devices, packing: Packing
+    op: ReduceOp,
+    columns: Sequence[Sequence[jax.Array]],
+    devices: Devices,
+    packing: Packing,
+    span: Span | None = None,
 ) -> list[Mirrored]:
-    """Reduce each column, which holds one array per device, onto all devices."""
-    inputs = [_as_global(column, devices) for column in columns]
-    outputs = THROTTLE.dispatch(_all_reduce_program(op, devices, packing), inputs)
-    return [Mirrored.of_global(x, len(devices)) for x in outputs]
+    """Reduce each column, which holds one array per device, onto all devices.
+
+    With a `span` the devices are those of this process, and all processes must call it.
+    """
+    everywhere = span or devices
+    inputs = [_as_global(column, devices, everywhere) for column in columns]
+    outputs = THROTTLE.dispatch(_all_reduce_program(op, everywhere, packing), inputs)
+    return [Mirrored.of_global(x, len(everywhere)) for x in outputs]
 
 
-def all_gather(column: Sequence[jax.Array], devices: Devices, axis: int) -> Mirrored:
+def all_gather(
+    column: Sequence[jax.Array], devices: Devices, axis: int, span: Span | None = None
+) -> Mirrored:
     """Join arrays of one shape, one per device, along `axis` on all devices."""
-    program = _all_gather_program(devices, axis)
-    return Mirrored.of_global(THROTTLE.dispatch(program, _as_global(column, devices)), len(devices))
+    everywhere = span or devices
+    joined = THROTTLE.dispatch(
+        _all_gather_program(everywhere, axis), _as_global(column, devices, everywhere)
+    )
+    return Mirrored.of_global(joined, len(everywhere))
 
 
-def _as_global(column: Sequence[jax.Array], devices: Devices) -> jax.Array:
+def from_first(column: Sequence[jax.Array], devices: Devices, span: Span) -> Mirrored:
+    """The array of the first of all devices, on all devices."""
+    places = [jnp.int32(span.index(d)) for d in devices]
+    inputs = [_as_global(column, devices, span), _as_global(places, devices, span)]
+    given = THROTTLE.dispatch(_from_first_program(span), inputs)
+    return Mirrored.of_global(given, len(span))
+
+
+def _as_global(column: Sequence[jax.Array], devices: Devices, everywhere: Devices) -> jax.Array:
     pieces = [place(x, d) for x, d in zip(column, devices, strict=True)]
-    return compat.assemble(pieces[0].shape, replicated_over(devices), pieces)
+    return compat.assemble(pieces[0].shape, replicated_over(everywhere), pieces)
 
 
 def _spmd(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
@@ -65,6 +86,11 @@ def _all_reduce_program(op: ReduceOp, devices: Devices, packing: Packing) -> Cal
 @functools.cache
 def _all_gather_program(devices: Devices, axis: int) -> Callable[..., Any]:
     return _spmd(lambda x: spmd.all_gather(x, axis), devices)
+
+
+@functools.cache
+def _from_first_program(devices: Devices) -> Callable[..., Any]:
+    return _spmd(lambda inputs: spmd.from_replica(inputs[0], inputs[1] == 0), devices)
 
 
 @jax.jit

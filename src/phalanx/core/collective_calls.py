@@ -112,7 +112,7 @@ class _AllGather:
             always_wrap=True,
         )
         gathered, axis, sizes = self.context.meet(point)
-        me = self.context.replica_index
+        me = self.context.replica_index + self.context.strategy.extended._first_replica
         self._part = axis, sum(sizes[:me]), sizes[me]
         return [gathered]
 

@@ -38,7 +38,7 @@ from phalanx.core.reduction import (
     local_sum,
 )
 from phalanx.core.spmd import SpmdPerReplica
-from phalanx.core.values import DistributedValues, Mirrored, PerReplica, check_count, place
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica, Span, check_count, place
 from phalanx.core.variables import Variable
 
 
@@ -65,6 +65,10 @@ class Communicator(Protocol):
         """Join the components of a value along `axis`."""
         ...
 
+    def sizes(self, per_replica_value: Any, axis: int) -> list[int]:
+        """The length of every replica's component along `axis`."""
+        ...
+
 
 Pair = tuple[Any, Any]
 
@@ -75,11 +79,12 @@ class Combiner:
 
     devices: tuple[jax.Device | None, ...]
     communicator: Communicator
+    span: Span | None = None
 
     @property
     def replicas(self) -> int:
-        """How many replicas there are."""
-        return len(self.devices)
+        """How many replicas there are, in all processes."""
+        return len(self.span or self.devices)
 
     def _own(self, value: Any) -> Any:
         """The value behind a variable, if it is one of these replicas'."""
@@ -155,8 +160,13 @@ class Combiner:
             operands = value.apply(lambda x: as_operand(operand_of(x)))
             sums = operands.apply(lambda x: local_sum(x, axes))
             check_alike(sums.samples(), "Strategy.reduce over an axis")
-            total = self.reduce_to(ReduceOp.SUM, sums, device)
-            count = sum(local_count(x.shape, axes) for x in operands.samples())
+            counts = [local_count(x.shape, axes) for x in operands.samples()]
+            if self.span is None:
+                total, count = self.reduce_to(ReduceOp.SUM, sums, device), sum(counts)
+            else:  # nobody knows how many examples the others have
+                given = value.like([jnp.float32(c) for c in counts])
+                pairs = [(sums, device), (self._spread(given), device)]
+                total, count = self.communicator.batch_reduce(ReduceOp.SUM, pairs)
         else:  # the same on all replicas
             operand = as_operand(operand_of(value))
             total, count = local_sum(operand, axes), local_count(operand.shape, axes)
@@ -189,13 +199,19 @@ class Combiner:
     def _join(
         self, value: DistributedValues, axis: Any, what: str, destinations: Any, options: Any
     ) -> tuple[Any, int, list[int]]:
-        per_replica = value if isinstance(value, PerReplica) else PerReplica(value.values)
+        per_replica = value if isinstance(value, PerReplica) else PerReplica(value.values, self.span)
         operands = per_replica.apply(lambda x: _gatherable(x, what))
         shapes = [x.shape for x in operands.samples()]
         axis = check_gather_axis(axis, [len(shape) for shape in shapes], what)
         check_gather_shapes(shapes, axis, what)
         sizes = [shape[axis] for shape in shapes]
-        if len(shapes) == 1:
+        if (
+            self.span is not None
+            and not isinstance(operands, SpmdPerReplica)
+            and not _is_traced(operands)
+        ):
+            sizes = self.communicator.sizes(operands, axis)
+        if len(sizes) == 1:
             return operands.component(0), axis, sizes
         if _is_traced(operands):
             return jnp.concatenate(operands.values, axis=axis), axis, sizes
@@ -225,7 +241,7 @@ class Combiner:
         self, value: Any, axis: Any, options: CommunicationOptions
     ) -> tuple[Any, int, list[int]]:
         """Join a value on every replica; also gives the axis and each replica's size along it."""
-        value = self._spread(value if isinstance(value, PerReplica) else PerReplica([value]))
+        value = self._spread(value if isinstance(value, PerReplica) else PerReplica([value], self.span))
         return self._join(value, axis, "all_gather", value, options)
 
     def _spread(self, value: PerReplica) -> PerReplica:
@@ -236,7 +252,7 @@ class Combiner:
         if isinstance(value, SpmdPerReplica) or _is_traced(value):
             return value
         pairs = zip(value.values, self.devices, strict=True)
-        return PerReplica([x if d is None else place(x, d) for x, d in pairs])
+        return value.like([x if d is None else place(x, d) for x, d in pairs])
 
 
 def copies_of(value: Any) -> Any:

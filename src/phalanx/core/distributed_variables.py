@@ -68,7 +68,8 @@ class CopiedVariable(Variable, DistributedValues):
     def __init__(self, spec: VariableSpec, strategy: Strategy, devices: tuple[jax.Device, ...]) -> None:
         self._set_up(spec, strategy, devices[0])
         self._devices = devices
-        self._value = self._holder([place(spec.value, d) for d in devices])
+        span = strategy.extended._span
+        self._value = self._holder([place(spec.value, d) for d in devices], span)
 
     @functools.cached_property
     def _views(self) -> tuple[ReplicaVariable, ...]:
@@ -176,6 +177,8 @@ class MirroredVariable(CopiedVariable):
             return operand
         if isinstance(operand, DistributedValues):
             return self._checked(method, require_same(operand, self, method))
+        assert self._strategy is not None
+        self._strategy.extended._require_agreement(operand, f"{method} of variable {self.name!r}")
         return operand
 
 
@@ -199,7 +202,8 @@ class SyncOnReadVariable(CopiedVariable):
             return self._copy(here)
         kind = self.aggregation
         if kind is VariableAggregation.ONLY_FIRST_REPLICA:
-            return self._copy(0)
+            assert self._strategy is not None
+            return _component(self._strategy.extended._from_first(self._held()), 0)
         if kind is VariableAggregation.NONE:
             raise InvalidValueError(
                 f"The copies of variable {self.name!r} may differ and its aggregation is NONE, so it "
@@ -227,7 +231,7 @@ class SyncOnReadVariable(CopiedVariable):
         if isinstance(operand, DistributedValues):
             operand = PerReplica([self._checked(method, v) for v in operand.values])
         elif self.aggregation is VariableAggregation.SUM:
-            operand = copy_value_for_read_sum(operand, len(self._devices), self.dtype)
+            operand = copy_value_for_read_sum(operand, self._held().count, self.dtype)
         self._on_copies(method, operand)
         return self._held()
 
@@ -318,7 +322,7 @@ def aggregate(variable: Variable, strategy: Strategy, method: str, values: Any) 
     if kind is VariableAggregation.NONE:
         return require_same(values, variable, method)
     if kind is VariableAggregation.ONLY_FIRST_REPLICA:
-        return values.first() if isinstance(values, PerReplica) else values
+        return strategy.extended._from_first(values) if isinstance(values, PerReplica) else values
     op = ReduceOp.from_variable_aggregation(kind)
     return strategy.extended._combiner.reduce_for_update(op, values, variable)
 
@@ -338,6 +342,8 @@ def require_same(value: Any, variable: Variable, method: str) -> Any:
                 f"that must stay equal. {_remedy(variable)} Received: "
                 f"{_brief(first)} on replica 0 and {_brief(other)} on replica {i}"
             )
+    assert variable._strategy is not None
+    variable._strategy.extended._require_agreement(first, f"{method} of variable {variable.name!r}")
     return first
 
 

@@ -42,7 +42,7 @@ from phalanx.core.regrouping import regroup
 from phalanx.core.replica_context import MergePoint
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest, merge_nests
-from phalanx.core.values import Mirrored, PerReplica, place, select_replica
+from phalanx.core.values import Mirrored, PerReplica, Span, place, select_replica
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
 
@@ -124,8 +124,25 @@ class StrategyExtended:
     # -- description ----------------------------------------------------------------------------
 
     @property
+    def _span(self) -> Span | None:
+        """The devices of all replicas, if other processes have some of them."""
+        return None
+
+    @property
+    def _first_replica(self) -> int:
+        """The id of this process's first replica."""
+        return 0
+
+    def _from_first(self, value: PerReplica) -> Any:
+        """What the first replica of all processes has."""
+        return value.first()
+
+    def _require_agreement(self, value: Any, what: str) -> None:
+        """Require that all processes have the same value."""
+
+    @property
     def _num_replicas_in_sync(self) -> int:
-        return len(self._replica_devices)
+        return len(self._span or self._replica_devices)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -173,7 +190,7 @@ class StrategyExtended:
 
     @property
     def _combiner(self) -> Combiner:
-        return Combiner(self._replica_devices, self._communicator)
+        return Combiner(self._replica_devices, self._communicator, self._span)
 
     # -- running --------------------------------------------------------------------------------
 
@@ -407,7 +424,7 @@ class StrategyExtended:
         nests = []
         for i, device in enumerate(devices):
             with _on(device):
-                made = value_fn(ValueContext(i, count))
+                made = value_fn(ValueContext(self._first_replica + i, count))
             nests.append(map_nest(functools.partial(_to_device, device), made))
         return nests
 

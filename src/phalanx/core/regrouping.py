@@ -10,19 +10,22 @@ import jax
 import numpy as np
 
 from phalanx.core import compat
+from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.structure import leaves, map_nest, merge_nests
-from phalanx.core.values import DistributedValues, Mirrored, PerReplica
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica, Span
 
 
 def regroup(
     nests: Sequence[Any],
     wrap: type[PerReplica] | type[Mirrored] = PerReplica,
     always_wrap: bool = False,
+    span: Span | None = None,
 ) -> Any:
-    """Join one nest per replica into one nest with distributed leaves.
+    """Join one nest per replica of this process into one nest with distributed leaves.
 
     A leaf stays plain if every replica gave the very same object, unless `always_wrap`. Components
-    of one variable, in order, become that variable.
+    of one variable, in order, become that variable. Where other processes have replicas too, as `span`
+    says, the array of a single replica is wrapped, because theirs may differ.
     """
 
     def merge(column: tuple[Any, ...]) -> Any:
@@ -30,9 +33,10 @@ def regroup(
         if container is not None:
             return container
         first = column[0]
-        if not always_wrap and all(_same_object(x, first) for x in column):
+        alone = span is not None and len(column) == 1 and isinstance(first, jax.Array | IndexedSlices)
+        if not always_wrap and not alone and all(_same_object(x, first) for x in column):
             return first
-        return wrap(column)
+        return wrap(column, span)
 
     return merge_nests(nests, merge)
 

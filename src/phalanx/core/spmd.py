@@ -27,7 +27,7 @@ class SpmdPerReplica(PerReplica):
     __slots__ = ("_local",)
 
     def __init__(self, local: Any, count: int) -> None:
-        self._components = self._global = None
+        self._components = self._global = self._span = None
         self._layout = Layout(count, getattr(local, "ndim", 0) == 0)
         self._local = local
 
@@ -71,17 +71,7 @@ class SpmdPerReplica(PerReplica):
     def first(self) -> Any:
         """Replica 0's component, broadcast to all."""
         here = lax.axis_index(REPLICA_AXIS) == 0
-
-        def broadcast(x: Any) -> Any:
-            if compat.is_key_array(x):
-                data = broadcast(jax.random.key_data(x))
-                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-            chosen = jnp.where(here, x, jnp.zeros_like(x))
-            if chosen.dtype == jnp.bool_:
-                return lax.psum(chosen.astype(jnp.int32), REPLICA_AXIS) > 0
-            return lax.psum(chosen, REPLICA_AXIS)
-
-        return jax.tree.map(broadcast, self._local)
+        return jax.tree.map(lambda x: from_replica(x, here), self._local)
 
     def with_component(self, index: int, new: Any) -> SpmdPerReplica:
         """The value with the local component replaced."""
@@ -120,6 +110,17 @@ def wrap_arguments(nest: Any, count: int, always: bool, shared: Sequence[Any] = 
         return SpmdPerReplica(x, count) if numeric and (traced or always) else x
 
     return map_nest(wrap, nest)
+
+
+def from_replica(x: Any, here: Any) -> Any:
+    """The local array of the one replica that is `here`, broadcast to all."""
+    if compat.is_key_array(x):
+        data = from_replica(jax.random.key_data(x), here)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    chosen = jnp.where(here, x, jnp.zeros_like(x))
+    if chosen.dtype == jnp.bool_:
+        return lax.psum(chosen.astype(jnp.int32), REPLICA_AXIS) > 0
+    return lax.psum(chosen, REPLICA_AXIS)
 
 
 def all_reduce(

@@ -239,7 +239,8 @@ class Strategy:
         with ctx.entered(self, "experimental_distribute_values_from_function"):
             nests = self._extended._make_values(value_fn)
             wraps = self._extended._wraps_values
-            return regroup(nests, always_wrap=True) if wraps else nests[0]
+            span = self._extended._span
+            return regroup(nests, always_wrap=True, span=span) if wraps else nests[0]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of a distributed value that belong to this process.

@@ -30,6 +30,9 @@ from phalanx.core.structure import Leaf, map_nest
 if TYPE_CHECKING:
     from phalanx.core.replica_context import ReplicaContext
 
+Span = tuple[jax.Device, ...]
+"""The devices of all replicas, in their order; some may belong to other processes."""
+
 REPLICA_AXIS = "replica"
 """The mesh axis that replicas are laid out on."""
 
@@ -116,23 +119,40 @@ def describe_numpy(x: jax.Array) -> str:
 
 
 class _TwoFaced(DistributedValues):
-    """Shared machinery: components on one side, a global array on the other."""
+    """Shared machinery: components on one side, a global array on the other.
 
-    __slots__ = ("_components", "_global", "_layout")
+    Args:
+        values: the components of this process's replicas.
+        span: the devices of all replicas, where other processes have some of them.
+    """
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    __slots__ = ("_components", "_global", "_layout", "_span")
+
+    def __init__(self, values: Sequence[Any], span: Span | None = None) -> None:
         self._components: tuple[Any, ...] | None = tuple(values)
         self._global: jax.Array | None = None
         if not self._components:
             raise InvalidValueError(f"{type(self).__name__} needs at least one component")
         self._layout: Layout | None = None
+        self._span = span
 
     @classmethod
     def from_global(cls, array: jax.Array, layout: Layout) -> Any:
         """The value whose global face is `array`."""
         self = cls.__new__(cls)
-        self._components, self._global, self._layout = None, array, layout
+        self._components, self._global, self._layout, self._span = None, array, layout, None
         return self
+
+    @property
+    def span(self) -> Span | None:
+        """The devices of all replicas, if other processes have some of them."""
+        if self._span is None and self._global is not None:
+            self._span = compat.span_of(self._global)
+        return self._span
+
+    def like(self, values: Sequence[Any]) -> Any:
+        """A value of the same kind for the same replicas."""
+        return type(self)(values, self.span)
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -152,11 +172,11 @@ class _TwoFaced(DistributedValues):
         if self._global is None:
             devices = _distinct_devices(self.values)
             if devices is not None:
-                self._global = self._join(self.values, devices)
+                self._global = self._join(self.values, self._span or devices)
             elif self.is_traced and _alike(self.values):
                 self._global = self._join_traced(self.values)
             if self._global is not None:
-                self._layout = Layout(len(self.values), self.values[0].ndim == 0)
+                self._layout = Layout(self.count, self.values[0].ndim == 0)
         return self._global
 
     @property
@@ -191,7 +211,9 @@ class _TwoFaced(DistributedValues):
     @property
     def count(self) -> int:
         """How many replicas the value is for."""
-        return len(self.values) if self._layout is None else self._layout.count
+        if self._layout is not None:
+            return self._layout.count
+        return len(self.values if self._span is None else self._span)
 
     def component(self, index: int) -> Any:
         """The component of one replica; replica 0's stands in where there is only one."""
@@ -214,7 +236,7 @@ class _TwoFaced(DistributedValues):
         """The value with one component replaced."""
         components = list(self.values)
         components[index] = new
-        return type(self)(components)
+        return self.like(components)
 
     def map_components(self, fn: Callable[[Any, Any], jax.Array], operand: Any) -> Any:
         """The value with each component replaced by ``fn(component, operand's component)``.
@@ -227,7 +249,7 @@ class _TwoFaced(DistributedValues):
             with jax.default_device(device):
                 result = fn(old, select_replica(i, operand))
             new.append(result if device is None else place(result, device))
-        return type(self)(new)
+        return self.like(new)
 
 
 @dataclass(frozen=True)
@@ -295,9 +317,9 @@ class PerReplica(_TwoFaced, ArrayOperators):
     def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
         first = values[0]
         if first.ndim == 0:
-            rows = [place(v[None], d) for v, d in zip(values, devices, strict=True)]
-            return compat.assemble((len(rows),), stacked_over(devices), rows)
-        shape = (first.shape[0] * len(values), *first.shape[1:])
+            rows = [place(v[None], v.device) for v in values]
+            return compat.assemble((len(devices),), stacked_over(devices), rows)
+        shape = (first.shape[0] * len(devices), *first.shape[1:])
         return compat.assemble(shape, stacked_over(devices), values)
 
     def _join_traced(self, values: tuple[jax.Array, ...]) -> jax.Array:

@@ -47,7 +47,8 @@ def run_replicas(
 ) -> Any:
     """Call `fn` once per replica and join the results."""
     results = EagerRun(strategy, devices, replica_ids, fn, args, kwargs).execute()
-    return results[0] if len(results) == 1 else regroup(results)
+    span = strategy.extended._span
+    return results[0] if len(results) == 1 and span is None else regroup(results, span=span)
 
 
 class _Status(enum.Enum):
@@ -93,6 +94,7 @@ class EagerRun:
         kwargs: Mapping[str, Any],
     ) -> None:
         self._strategy = strategy
+        self._span = strategy.extended._span
         self._fn, self._args, self._kwargs = fn, args, kwargs
         self._replicas = [
             _Replica(
@@ -166,7 +168,7 @@ class EagerRun:
         if self._aborted:
             raise ReplicaAborted
         if len(self._replicas) == 1:
-            return self._merge([point])
+            return select_replica(0, self._merge([point])) if self._span else self._merge([point])
         replica.point, replica.site = point, call_site(until=EagerRun._call.__code__)
         replica.meetings += 1
         if replica.index == 0:
@@ -207,11 +209,11 @@ class EagerRun:
     def _merge(self, points: Sequence[MergePoint]) -> Any:
         """Call replica 0's merge function for all replicas, in cross-replica context."""
         point = points[0]
-        if len(points) == 1:
+        if len(points) == 1 and self._span is None:
             args, kwargs = point.args, point.kwargs
         else:
             nests = [(p.args, dict(p.kwargs)) for p in points]
-            args, kwargs = regroup(nests, always_wrap=point.always_wrap)
+            args, kwargs = regroup(nests, always_wrap=point.always_wrap, span=self._span)
         with ctx.push(ctx.Mode(self._strategy)), jax.default_device(self._outer_device):
             return point.fn(self._strategy, *args, **kwargs)
 

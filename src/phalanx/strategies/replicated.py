@@ -50,19 +50,20 @@ class ReplicatedExtended(DistributesInput):
 
     @functools.cached_property
     def _replica_ids(self) -> list[jax.Array]:
-        return [place(jnp.int32(i), d) for i, d in enumerate(self._devices)]
+        return [place(jnp.int32(self._first_replica + i), d) for i, d in enumerate(self._devices)]
 
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         for leaf in leaves((args, kwargs)):
-            check_count(leaf, len(self._devices), "Strategy.run")
+            check_count(leaf, self._num_replicas_in_sync, "Strategy.run")
         program = lifting.current()
-        if len(self._devices) == 1:
+        everywhere = self._span or self._devices
+        if len(everywhere) == 1:
             if program is not None:
                 program.device = self._devices[0]
         elif in_compiled_run(self._strategy):
-            return run_inlined(self._strategy, len(self._devices), fn, tuple(args), kwargs)
+            return run_inlined(self._strategy, len(everywhere), fn, tuple(args), kwargs)
         elif compat.is_staging():
-            return run_compiled(self._strategy, self._devices, fn, tuple(args), kwargs)
+            return run_compiled(self._strategy, everywhere, fn, tuple(args), kwargs)
         return run_replicas(self._strategy, self._devices, self._replica_ids, fn, tuple(args), kwargs)
