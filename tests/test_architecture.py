@@ -17,8 +17,8 @@ LAYERS = ["core", "data", "execution", "collectives", "strategies"]
 BESIDE = {
     "cluster": {"core"},
     "train": {"cluster", "core", "data", "execution"},
-    "testing": set(LAYERS),
-    "cli": {*LAYERS, "train"},
+    "testing": {*LAYERS, "cluster"},
+    "cli": {*LAYERS, "cluster", "train"},
 }
 
 

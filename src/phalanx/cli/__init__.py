@@ -7,6 +7,12 @@ import sys
 from collections.abc import Sequence
 
 import phalanx
+from phalanx.cli.arguments import positive
+from phalanx.cli.run import add_run_parser
+from phalanx.core.errors import PhalanxError
+
+USAGE_ERROR = 2
+"""The exit code if what was asked for cannot be done."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,20 +23,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"phalanx {phalanx.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     demo = commands.add_parser("demo", help="train a small classifier on several replicas")
-    demo.add_argument("--replicas", type=_positive, default=4, help="logical CPU devices (default: 4)")
-    demo.add_argument("--epochs", type=_positive, default=15, help="passes over the data (default: 15)")
+    demo.add_argument("--replicas", type=positive, default=4, help="logical CPU devices (default: 4)")
+    demo.add_argument("--epochs", type=positive, default=15, help="passes over the data (default: 15)")
+    demo.set_defaults(function=_demo)
+    add_run_parser(commands)
     options = parser.parse_args(argv)
+    try:
+        return int(options.function(options))
+    except PhalanxError as error:
+        print(f"phalanx {options.command}: {error}", file=sys.stderr)
+        return USAGE_ERROR
 
+
+def _demo(options: argparse.Namespace) -> int:
     from phalanx.cli.demo import run_demo
 
     return run_demo(replicas=options.replicas, epochs=options.epochs)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
-    return number
 
 
 if __name__ == "__main__":

@@ -48,13 +48,15 @@ class Outcome:
     """How a job ended.
 
     `codes` are the exit codes of the processes, -n if signal n ended one and None if it could not be
-    ended. `tails` are the last lines that each wrote to its standard error.
+    ended; `by_itself` says which of them ended without a signal from us. `tails` are the last lines
+    that each wrote to its standard error.
     """
 
     exit_code: int
     codes: list[int | None]
     reason: Reason | None
     first_failure: int | None
+    by_itself: list[bool]
     tails: list[list[str]] = field(repr=False)
 
 
@@ -127,7 +129,8 @@ def run_gang(
     patience: Patience = DEFAULT_PATIENCE,
     timeout: float | None = None,
     interrupts: Interrupts | None = None,
-    started: Callable[[list[int]], None] | None = None,
+    started: Callable[[list[Process]], None] | None = None,
+    exited: Callable[[int, int], None] | None = None,
 ) -> Outcome:
     """Start all commands and wait until all have ended; none outlives the call.
 
@@ -141,15 +144,16 @@ def run_gang(
         patience: how long processes may take to end.
         timeout: how many seconds the job may take.
         interrupts: where signals to this process are collected.
-        started: called with the ids of the processes when all have been started.
+        started: called with the processes when all have been started.
+        exited: called with the index and the exit code of each process that ends while the job runs.
     """
     with Guard() as guard, contextlib.ExitStack() as stack:
-        gang = _Gang(sink, Ending(essential or [True] * len(commands), patience))
+        gang = _Gang(sink, Ending(essential or [True] * len(commands), patience), exited)
         stack.callback(gang.close)
         for command in commands:
             gang.start(command, guard)
         if started is not None:
-            started([member.process.pid for member in gang.members])
+            started([member.process for member in gang.members])
         gang.run(interrupts, timeout)
         gang.close()
         return gang.outcome()
@@ -189,10 +193,11 @@ class _Member:
 class _Gang:
     """The loop that reads, waits and signals."""
 
-    def __init__(self, sink: Sink, ending: Ending) -> None:
+    def __init__(self, sink: Sink, ending: Ending, exited: Callable[[int, int], None] | None) -> None:
         self.members: list[_Member] = []
         self._sink = sink
         self._ending = ending
+        self._exited = exited
         self._selector = selectors.DefaultSelector()
 
     def start(self, command: Command, guard: Guard) -> None:
@@ -231,6 +236,7 @@ class _Gang:
             codes=ending.codes,
             reason=ending.reason,
             first_failure=ending.first_failure,
+            by_itself=ending.by_itself,
             tails=[member.tail.lines for member in self.members],
         )
 
@@ -284,6 +290,8 @@ class _Gang:
         member.code = code
         member.linger_until = now + _LINGER_SECONDS
         self._ending.exited(index, code, now)
+        if self._exited is not None and self._ending.reason is not Reason.DONE:
+            self._exited(index, code)
 
     def _read(self, index: int, member: _Member, fd: int) -> int:
         """Pass on what a stream has to offer; returns the number of bytes."""

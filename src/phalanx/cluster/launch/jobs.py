@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import stat
 import tempfile
@@ -18,6 +19,8 @@ from pathlib import Path
 from phalanx.core.errors import InvalidValueError, NotFoundError, PermissionDeniedError
 
 __all__ = ["RunningJob", "announced", "find_job", "running_jobs", "runtime_folder"]
+
+_log = logging.getLogger("phalanx")
 
 
 @dataclass(frozen=True)
@@ -53,17 +56,26 @@ def runtime_folder() -> Path:
 
 @contextlib.contextmanager
 def announced(job: RunningJob) -> Iterator[None]:
-    """Let others find a job as long as the block runs."""
-    path = runtime_folder() / f"{job.pid}.json"
-    fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    with open(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        json.dump(asdict(job), file)
-    fresh.replace(path)
+    """Let others find a job as long as the block runs, if there is a place where they can."""
+    path = _write(job)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def _write(job: RunningJob) -> Path | None:
+    try:
+        path = runtime_folder() / f"{job.pid}.json"
+        fresh = path.with_suffix(".new")
+        fresh.unlink(missing_ok=True)
+        with open(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            json.dump(asdict(job), file)
+        return fresh.replace(path)
+    except OSError as error:
+        _log.warning("The job cannot be found by `phalanx explain`: %s", error)
+        return None
 
 
 def running_jobs() -> list[RunningJob]:

@@ -89,14 +89,15 @@ class Ending:
         self._patience = patience
         self._plan: list[tuple[int, float]] = []
         self._signum = 0
-        self._exited_in_time = [False] * len(essential)
+        self._signalled = False
+        self.by_itself = [False] * len(essential)
 
     # -- events ---------------------------------------------------------------------------------
 
     def exited(self, index: int, code: int, now: float) -> None:
         """A process has ended."""
         self.codes[index] = code
-        self._exited_in_time[index] = self.reason is None
+        self.by_itself[index] = not self._signalled
         if self.reason is not None:
             return
         if code != 0:
@@ -126,6 +127,7 @@ class Ending:
             return 0
         signum, seconds = self._plan.pop(0)
         self.deadline = now + seconds
+        self._signalled = self._signalled or signum != 0
         return signum
 
     def over(self, now: float) -> bool:
@@ -139,9 +141,9 @@ class Ending:
         """Whether all processes have succeeded; those that were ended after the others count."""
         done = self.reason in (None, Reason.DONE)
         return all(
-            code == 0 or (done and not essential and not in_time)
-            for code, essential, in_time in zip(
-                self.codes, self._essential, self._exited_in_time, strict=True
+            code == 0 or (done and not essential and not by_itself)
+            for code, essential, by_itself in zip(
+                self.codes, self._essential, self.by_itself, strict=True
             )
         )
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
@@ -168,6 +170,16 @@ class Process:
         if state is None:
             return None
         return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code, if the process ends within this time; does not reap it."""
+        deadline = time.monotonic() + seconds
+        while self.code is None and (left := deadline - time.monotonic()) > 0:
+            if self.exit_fd is None:
+                time.sleep(min(left, 0.01))
+            else:
+                select.select([self.exit_fd], [], [], left)
+        return self.code
 
     def send(self, signum: int) -> None:
         """Send a signal to the process and its children."""

@@ -1,0 +1,223 @@
+"""``phalanx run``: start a job of several processes, here, over ssh, or as one task of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from phalanx.cli.arguments import count, positive, seconds
+from phalanx.cli.terminal import JobView
+from phalanx.cluster.launch.job import Hosts, Job, placed_tasks, planned_commands, run_job
+from phalanx.cluster.launch.plan import job_tasks, task_environment
+from phalanx.cluster.launch.policy import Patience
+from phalanx.cluster.launch.remote import shell_text
+from phalanx.cluster.launch.resolve import RESOLVERS, parse_arguments, parse_task, resolved_config
+from phalanx.core.errors import InvalidValueError, NotFoundError
+
+__all__ = ["add_run_parser", "run"]
+
+_DESCRIPTION = """\
+Start a program as a job of several processes, one for each task of a cluster. Each process gets the
+TF_CONFIG that it would have in a real cluster, and its output is shown with its name in front. The
+first failure ends all processes, and what the failed one wrote is shown last. The exit code is 0
+exactly if all processes have succeeded, and else that of the first that failed (128 + n if signal n
+ended it).
+"""
+
+
+def add_run_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``phalanx run`` to the command line."""
+    parser = commands.add_parser(
+        "run",
+        help="start a program as a job of several processes",
+        description=_DESCRIPTION,
+        usage="phalanx run [options] script.py [arguments ...]\n"
+        "       phalanx run [options] -m module [arguments ...]",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(function=run)
+    _add_tasks(parser.add_argument_group("tasks"))
+    _add_processes(parser.add_argument_group("processes"))
+    _add_places(parser.add_argument_group("other machines"))
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m"
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the program and its arguments")
+
+
+def _add_tasks(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("-n", "--workers", type=count, metavar="N", help="workers (default: 1)")
+    group.add_argument("--ps", type=count, default=0, metavar="K", help="parameter servers, too")
+    group.add_argument("--chief", action="store_true", help="a chief, too")
+
+
+def _add_processes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--devices-per-worker",
+        type=positive,
+        metavar="D",
+        help="logical CPU devices of each process (default: as the program or the environment says)",
+    )
+    group.add_argument(
+        "--retain-memory",
+        action="store_true",
+        help="let processes keep freed memory: faster steps of large models on CPU devices",
+    )
+    group.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help=_ENV_HELP)
+    group.add_argument("--python", metavar="PATH", help="the interpreter (default: this one)")
+    group.add_argument(
+        "--restarts",
+        type=count,
+        default=0,
+        metavar="K",
+        help="start all processes again after a failure, up to K times; PHALANX_RESTART counts them",
+    )
+    group.add_argument(
+        "--timeout", type=seconds, metavar="S", help="end the job after S seconds, with exit code 124"
+    )
+    group.add_argument(
+        "--grace",
+        type=seconds,
+        default=Patience().peers,
+        metavar="S",
+        help="how long the others may go on after a failure (default: %(default)g seconds)",
+    )
+    group.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    group.add_argument(
+        "--dry-run", action="store_true", help="show what would be started, and start nothing"
+    )
+
+
+_ENV_HELP = "a variable for all processes; without a value, that of this process is passed on"
+
+
+def _add_places(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--hosts",
+        metavar="A,B,…",
+        help="start one worker on each of these hosts over ssh; a host may be user@name:port",
+    )
+    group.add_argument(
+        "--ssh", default=Hosts.ssh, metavar="COMMAND", help="how to log in (default: %(default)s)"
+    )
+    group.add_argument(
+        "--hub-address", metavar="ADDRESS", help="the address of this machine for the hosts"
+    )
+    group.add_argument(
+        "--resolver",
+        choices=sorted(RESOLVERS),
+        help="become one task of a cluster that others have started: ask who this process is, and run "
+        "the program in its place",
+    )
+    group.add_argument(
+        "--resolver-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of the resolver's class, such as port_base=8888",
+    )
+    group.add_argument("--task", metavar="TYPE:INDEX", help="this task, if the resolver cannot know it")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the command line says; returns the exit code."""
+    argv, name = _program(options)
+    if options.resolver is not None:
+        return _become_task(options, argv)
+    job = _job(options, argv, name)
+    if options.dry_run:
+        return _show(job)
+    # The hub runs JAX's coordination service in this process, which likes to warn of its own features.
+    jax.config.update("jax_logging_level", "ERROR")
+    view = JobView(job.tasks, name, sys.stdout, sys.stderr, bar=not options.no_progress)
+    try:
+        return run_job(job, view).exit_code
+    finally:
+        view.close()
+
+
+def _program(options: argparse.Namespace) -> tuple[list[str], str]:
+    python = options.python or sys.executable
+    if options.module:
+        return [python, "-m", *options.module], options.module[0]
+    if options.module is not None or not options.script:
+        raise InvalidValueError(
+            "Say which program to run: phalanx run -n 2 train.py. Received: nothing"
+        )
+    script = options.script[1:] if options.script[0] == "--" else options.script
+    if options.hosts is None and not Path(script[0]).exists():
+        raise NotFoundError(f"There is no such file. Received: {script[0]!r}")
+    return [python, *script], Path(script[0]).name
+
+
+def _job(options: argparse.Namespace, argv: list[str], name: str) -> Job:
+    hosts = None
+    workers = options.workers
+    if options.hosts is not None:
+        hosts = Hosts(options.hosts, options.ssh, options.hub_address)
+        workers = len(options.hosts.split(",")) if workers is None else workers
+    base = {} if hosts is not None else dict(os.environ)
+    return Job(
+        argv,
+        job_tasks(1 if workers is None else workers, options.ps, options.chief),
+        name,
+        environ=base | _extra_environment(options.env),
+        devices=options.devices_per_worker,
+        retain_memory=options.retain_memory,
+        timeout=options.timeout,
+        restarts=options.restarts,
+        patience=replace(Patience(), peers=options.grace),
+        hosts=hosts,
+        python=options.python or sys.executable,
+    )
+
+
+def _extra_environment(words: list[str]) -> dict[str, str]:
+    extra = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or not (equals or name in os.environ):
+            raise InvalidValueError(
+                f"A variable is NAME=VALUE, or the name of one that is set. Received: {word!r}"
+            )
+        extra[name] = value if equals else os.environ[name]
+    return extra
+
+
+def _show(job: Job) -> int:
+    with placed_tasks(job) as tasks:
+        here = planned_commands(replace(job, hosts=None, environ={}), tasks, "HOST:PORT", "")
+        there = planned_commands(job, tasks, "HOST:PORT", "")
+    for task, plain, command in zip(tasks, here, there, strict=True):
+        print(f"# {task}")
+        if command.remote is not None:
+            print(f"# {shell_text(command.argv, {})}, which runs:")
+        print(shell_text(plain.argv, plain.environ, plain.cwd))
+    return 0
+
+
+def _become_task(options: argparse.Namespace, argv: list[str]) -> int:
+    task = None if options.task is None else parse_task(options.task)
+    config = resolved_config(options.resolver, parse_arguments(options.resolver_arg), task)
+    settings = {
+        "config": config,
+        "hub": os.environ.get("PHALANX_HUB"),
+        "token": os.environ.get("PHALANX_TOKEN"),
+        "devices": options.devices_per_worker,
+        "retain_memory": options.retain_memory,
+    }
+    extra = _extra_environment(options.env)
+    if not options.dry_run:
+        try:
+            os.execvpe(argv[0], argv, task_environment({**os.environ, **extra}, **settings))
+        except OSError as error:
+            raise NotFoundError(
+                f"The interpreter cannot be started: {error.strerror}. Received: {argv[0]!r}"
+            ) from error
+    print(shell_text(argv, task_environment(extra, **settings), os.getcwd()))
+    return 0
