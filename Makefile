@@ -37,6 +37,7 @@ docs: $(STAMP)          ## build the documentation; any warning fails
 bench: $(STAMP)         ## side-by-side benchmarks (makes its own TensorFlow environment)
 	$(BIN)/python benchmarks/eager.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/allreduce.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
