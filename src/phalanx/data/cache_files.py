@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import struct
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -97,6 +98,7 @@ class ColumnWriter:
         self._file: BinaryIO = path.open("w+b")
         self._form: tuple[np.dtype[Any], tuple[int, ...]] | None = None
         self._plain = True
+        self._count = 0
 
     def add(self, column: Column) -> None:
         """Append rows."""
@@ -104,9 +106,10 @@ class ColumnWriter:
             self._go_row_by_row()
         if self._plain:
             assert isinstance(column, np.ndarray)
-            self._file.write(np.ascontiguousarray(column).data.cast("B") if column.size else b"")
+            self._file.write(np.ascontiguousarray(column).reshape(-1).view(np.uint8).data)
         else:
             self._write_rows(column)
+        self._count += len(column)
 
     def _fits(self, column: Column) -> bool:
         if isinstance(column, list) or column.dtype == object:
@@ -124,12 +127,12 @@ class ColumnWriter:
     def _go_row_by_row(self) -> None:
         """Write what is there again, in the other form."""
         self._plain = False
-        old = self._file
-        if self._form is None or old.tell() == 0:
+        if self._form is None or self._count == 0:
             return
-        dtype, shape = self._form
+        old = self._file
         old.flush()
-        rows = np.memmap(self._path, dtype, "r").reshape(-1, *shape)
+        dtype, shape = self._form
+        rows = map_column(self._path, dtype, (self._count, *shape))
         fresh = self._path.with_suffix(".rows")
         self._file = fresh.open("w+b")
         self._write_rows(rows)
@@ -196,6 +199,13 @@ class FileWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
+def map_column(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """A column of plain numbers, mapped into memory."""
+    if math.prod(shape) == 0:  # empty files cannot be mapped
+        return np.empty(shape, dtype)
+    return np.asarray(np.memmap(path, dtype, "r", shape=shape))
+
+
 # -- reading --------------------------------------------------------------------------------------
 
 
@@ -233,9 +243,7 @@ class FileStore:
         size = dtype.itemsize * math.prod(shape)
         if not path.is_file() or path.stat().st_size != size:
             raise DataLossError(f"The cache file {str(path)!r} is damaged. Received: not {size} bytes")
-        if size == 0:
-            return np.empty(shape, dtype)
-        return np.asarray(np.memmap(path, dtype, "r", shape=shape))
+        return map_column(path, dtype, shape)
 
     def open(self) -> Cursor | None:
         """Read the cache from the beginning, if it is complete."""
@@ -265,6 +273,7 @@ class _RowsCursor(Cursor):
     def __init__(self, store: FileStore, manifest: dict[str, Any]) -> None:
         self._columns = [store.column(i, manifest) for i in range(len(manifest["columns"]))]
         self._count, self._next = manifest["count"], 0
+        self._close = weakref.finalize(self, _close_files, self._columns)
 
     def read(self, limit: int) -> Chunk | None:
         start, stop = self._next, min(self._next + limit, self._count)
@@ -289,9 +298,13 @@ class _RowsCursor(Cursor):
 
     def close(self) -> None:
         self._next = self._count
-        for column in self._columns:
-            if not isinstance(column, np.ndarray):
-                column.close()
+        self._close()
+
+
+def _close_files(columns: list[Any]) -> None:
+    for column in columns:
+        if not isinstance(column, np.ndarray):
+            column.close()
 
 
 def _length(file: BinaryIO) -> int:

@@ -207,13 +207,16 @@ def _from_list(values: Sequence[Any]) -> Any:
     while isinstance(first, list | tuple) and first:
         first = first[0]
     if isinstance(first, str | bytes):
-        return _from_array(np.array(values, object))
+        array = np.array(values, object)
+        if any(isinstance(v, list | tuple) for v in array.flat):
+            return _ragged(values)
+        return _from_array(array)
     if isinstance(first, jax.Array):
         values = [np.asarray(v) if isinstance(v, jax.Array) else v for v in values]
     try:
         array = np.asarray(values)
     except ValueError:
-        return Ragged(values)
+        return _ragged(values)
     if type(first) is int and array.dtype == np.int64:
         fits = _INT32.min <= array.min() and array.max() <= _INT32.max
         return array.astype(np.int32) if fits else array
@@ -222,6 +225,25 @@ def _from_list(values: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):  # nothing inside
         return array.astype(np.float32)
     return _from_array(array)
+
+
+def _ragged(values: Sequence[Any]) -> Ragged:
+    """A ragged value from nested lists, whose rows get a common dtype."""
+    rows = [as_leaf(value) for value in values]
+    filled = [row for row in rows if np.size(row)]
+    dtypes = {dtype_of(row) for row in filled}
+    if len(dtypes) > 1 and all(isinstance(value, list | tuple) for value in values):
+        common = np.int64 if all(dtype.kind == "i" for dtype in dtypes) else np.float32
+        if all(dtype in (np.int32, np.int64, np.float32) for dtype in dtypes):
+            rows = [row.astype(common) for row in rows]
+    elif filled:  # an empty list has no dtype and no dimensions of its own
+        like = filled[0]
+        empty = np.empty((0,) * np.ndim(like), dtype_of(like))
+        rows = [
+            empty if isinstance(value, list | tuple) and not len(value) else row
+            for value, row in zip(values, rows, strict=True)
+        ]
+    return Ragged(rows)
 
 
 # -- structure ------------------------------------------------------------------------------------

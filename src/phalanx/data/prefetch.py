@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -48,15 +47,24 @@ class _Buffer:
         self._changed = threading.Condition(threading.RLock())
         self._chunks: deque[Chunk] = deque()
         self._held = 0
+        self._wanted = 1  # the most elements that were asked for at once
         self._ended = self._closed = False
         self._failure: BaseException | None = None
 
     def room(self) -> int:
-        """How many elements may be put in; waits until it is at least one. 0 if nobody wants any."""
+        """How many elements to read next; waits until it is at least one. 0 if nobody wants any.
+
+        Not more than were ever asked for at once: nobody must wait for an element that is there until
+        others are there too.
+        """
         with self._changed:
             while not self._closed and self._held >= self._size:
                 self._changed.wait(1.0)
-            return 0 if self._closed else self._size - self._held
+            return 0 if self._closed else min(self._wanted, self._size - self._held)
+
+    def expect(self, limit: int) -> None:
+        with self._changed:
+            self._wanted = max(self._wanted, limit)
 
     def put(self, chunk: Chunk) -> None:
         with self._changed:
@@ -77,12 +85,13 @@ class _Buffer:
 
     def take(self, limit: int, thread: threading.Thread) -> Chunk | None:
         with self._changed:
+            self.expect(limit)
             if not self._chunks and not self._ended:
                 self._grow()
             while not self._chunks and not self._ended and not self._closed:
-                self._changed.wait(1.0)
-                if not thread.is_alive() and not self._ended:
+                if not thread.is_alive():
                     raise AbortedError("The thread that prefetches is gone; was the process forked?")
+                self._changed.wait(1.0)
             if self._closed:
                 raise CancelledError("The iterator was closed while it was read.")
             if not self._chunks:
@@ -116,15 +125,10 @@ def _read_ahead(buffer: _Buffer, cursor: Cursor) -> None:
     """The thread: reads as long as there is room."""
     failure: BaseException | None = None
     try:
-        step = 1
         while room := buffer.room():
-            started = time.monotonic()
-            chunk = cursor.read(min(step, room))
+            chunk = cursor.read(room)
             if chunk is None:
                 break
-            # Many fast elements are read at once; slow ones must not wait for each other.
-            step = step * 2 if time.monotonic() - started < 1e-3 else max(1, step // 2)
-            step = min(step, MOST_ELEMENTS)
             buffer.put(chunk)
             del chunk
     except BaseException as error:  # noqa: BLE001 - the reader gets it
@@ -148,6 +152,7 @@ class PrefetchCursor(Cursor):
     def read(self, limit: int) -> Chunk | None:
         """Elements that are ready, or the first that will be."""
         if self._thread is None:
+            self._buffer.expect(limit)
             self._thread = threading.Thread(
                 target=_read_ahead,
                 args=(self._buffer, self.inputs[0]),
