@@ -156,6 +156,14 @@ def test_strings_stay_on_the_host(strategy: px.Strategy) -> None:
     assert all(isinstance(v, jax.Array) for v in strategy.experimental_local_results(elements[0][1]))
 
 
+def test_elements_that_nobody_batched_are_cut_along_their_first_dimension() -> None:
+    """Rows of the source are the elements here, so they cannot be moved by their numbers."""
+    dataset = Dataset.from_tensor_slices(np.arange(12).reshape(3, 4)).shuffle(3, seed=1)
+    steps = vals(mirrored(2).experimental_distribute_dataset(dataset))
+    assert sorted(flat(steps)) == list(range(12))
+    assert [[len(part) for part in step] for step in steps] == [[2, 2]] * 3
+
+
 # -- many random inputs --------------------------------------------------------------------------------
 
 SIZES = {
@@ -245,6 +253,22 @@ def test_a_worker_without_data_gets_empty_batches() -> None:
         return vals(strategy.distribute_datasets_from_function(lambda c: Dataset.range(rows).batch(1)))
 
     assert together(2, 1, read) == [[[[0]], [[1]], [[2]]], [[[0]], [[]], [[]]]]
+
+
+def test_empty_batches_have_the_shape_of_those_before() -> None:
+    """Nobody knows what a generator will give; what it gave tells."""
+
+    def read(strategy: Worker) -> list[Any]:
+        count = [1, 3][strategy.extended._input_worker[1]]
+        dist = strategy.distribute_datasets_from_function(
+            lambda c: ({"x": np.ones((2, 5)), "s": ["a", "b"]} for _ in range(count))
+        )
+        return [[v.shape for v in (*e["x"].values, *e["s"].values)] for e in dist]
+
+    assert together(2, 1, read) == [
+        [[(2, 5), (2,)], [(0, 5), (0,)], [(0, 5), (0,)]],
+        [[(2, 5), (2,)]] * 3,
+    ]
 
 
 def test_optionals_end_together() -> None:
@@ -500,6 +524,10 @@ def test_wrong_arguments() -> None:
     for wrong in (3, None, np.arange(4), {"x": 1}, "batches"):
         with pytest.raises(px.errors.InvalidOperandError, match="iterable of batches"):
             s.experimental_distribute_dataset(wrong)
+    dist = s.experimental_distribute_dataset(Dataset.range(4).batch(2))
+    for twice in (dist, iter(dist)):
+        with pytest.raises(px.errors.InvalidTypeError, match="distributed once"):
+            s.experimental_distribute_dataset(twice)
     with pytest.raises(px.errors.InvalidValueError, match="once per worker"):
         s.make_input_fn_iterator(lambda c: [], px.InputReplicationMode.PER_REPLICA)
 

@@ -193,13 +193,17 @@ def test_workers_that_share_a_stream_may_change_in_number() -> None:
     assert [flat(p) for p in pieces] == expected
 
 
-def test_workers_with_rows_of_their_own_go_on_as_themselves() -> None:
-    dataset = with_policy(Dataset.range(30).batch(7), "OFF")
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_workers_with_rows_of_their_own_go_on_as_themselves(at: int, mapped: bool) -> None:
+    """Also in the middle of a batch, whose pieces are the next steps of one worker."""
+    dataset = Dataset.range(30).batch(7)
+    dataset = with_policy(dataset.map(lambda x: x + 0) if mapped else dataset, "OFF")
 
     def read(strategy: Worker) -> Any:
         dist = strategy.experimental_distribute_dataset(dataset)
         it = iter(dist)
-        list(itertools.islice(it, 3))
+        list(itertools.islice(it, at))
         state = json.loads(json.dumps(it.state()))
         rest = vals(it)
         assert vals(dist.iterator(state)) == rest

@@ -19,7 +19,7 @@ from phalanx.data.iterator import Epochs
 from phalanx.data.node import INFINITE, Node, Run
 from phalanx.data.optional import Optional
 from phalanx.data.place import Place
-from phalanx.data.rebatching import BEGINNING, Position, empty_leaf
+from phalanx.data.rebatching import BEGINNING, Position, empty_leaf, no_rows_like
 from phalanx.data.sharding import Division, fixed_rows
 from phalanx.data.specs import on_replicas
 
@@ -139,9 +139,9 @@ class DistributedDataset:
         if len(self._nodes) > 1:
             runs = [run.in_branch(i) for i in range(len(self._nodes))]
             pairs = zip(self._nodes, runs, strict=True)
-            return Feeds([Feed(node, 1, own, start) for node, own in pairs])
+            return Feeds([Feed(node, 1, own, start.elements) for node, own in pairs])
         node = self._division.pieces(self._nodes[0], start, steps)
-        return Feed(node, self._place.replicas, run, start)
+        return Feed(node, self._place.replicas, run, self._division.skipped(start, steps))
 
     def _delivery(self) -> Delivery:
         options = self._options
@@ -202,7 +202,7 @@ class DistributedIterator:
         self._lock = threading.RLock()
         self._items: Items[tuple[Any, Step]] | None = None
         self._release: Any = None
-        self._nothing: Any = None
+        self._nothing: Step | None = None
         self._meets: bool | None = None
         self._begin(state)
 
@@ -276,6 +276,9 @@ class DistributedIterator:
             return True, self._element_without_rows()
         element, step = item
         self._position = step.position
+        if self._meets and self._nothing is None:
+            rows = [[no_rows_like(parts[0])] * len(parts) for parts in step.parts]
+            self._nothing = Step(rows, step.structure, step.position)
         return True, element
 
     def _any_worker_has(self, has: bool) -> bool:
@@ -288,12 +291,12 @@ class DistributedIterator:
         return place.any_worker(has) if self._meets else has
 
     def _element_without_rows(self) -> Any:
+        """What this worker gets while others still have data."""
         if self._nothing is None:
             spec = self._dataset._spec()
-            parts = [[empty_leaf(leaf)] * self._place.replicas for leaf in leaves_of_spec(spec)]
-            step = Step(parts, structure_of(spec), self._position)
-            self._nothing = self._dataset._delivery().element(step)
-        return self._nothing
+            rows = [[empty_leaf(leaf)] * self._place.replicas for leaf in leaves_of_spec(spec)]
+            self._nothing = Step(rows, structure_of(spec), self._position)
+        return self._dataset._delivery().element(self._nothing)
 
     @property
     def element_spec(self) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.core.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from phalanx.core.options import InputContext, InputOptions, InputReplicationMode
 from phalanx.data.dataset import Dataset
-from phalanx.data.distributed import DistributedDataset
+from phalanx.data.distributed import DistributedDataset, DistributedIterator
 from phalanx.data.loaders import as_loader
 from phalanx.data.node import Node
 from phalanx.data.place import Place
@@ -105,6 +105,11 @@ def checked(options: Any) -> InputOptions:
 
 def plan_of(dataset: Any) -> Node:
     """The plan of a dataset, or of another iterable."""
+    if isinstance(dataset, DistributedDataset | DistributedIterator):
+        raise InvalidTypeError(
+            "A dataset can be distributed once; distribute the dataset that this one was made from. "
+            f"Received: {dataset!r}"
+        )
     if not isinstance(dataset, Dataset):
         return as_loader(dataset)
     node = dataset._node

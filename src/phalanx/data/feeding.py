@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from phalanx.data.columns import Chunk, Column, as_slice
 from phalanx.data.elements import structure_of
 from phalanx.data.node import Cursor, GatherCursor, Node, Run, open_plan, read_exactly
-from phalanx.data.rebatching import BEGINNING, PieceCursor, Position, no_rows_like
+from phalanx.data.rebatching import PieceCursor, Position, no_rows_like
 
 
 class RowsOf:
@@ -68,10 +68,10 @@ class Feed:
             elements count as pieces.
         replicas: how many pieces a step takes.
         run: the run of the plan.
-        start: from where to begin.
+        skip: how many pieces to leave out.
     """
 
-    def __init__(self, node: Node, replicas: int, run: Run, start: Position = BEGINNING) -> None:
+    def __init__(self, node: Node, replicas: int, run: Run, skip: int = 0) -> None:
         self._node, self._replicas = node, replicas
         self._cursor = open_plan(node, run)
         # Rows are fetched straight to where they are needed.
@@ -79,9 +79,9 @@ class Feed:
         self._columns: Sequence[Column] | None = self._cursor.columns if gathers else None  # type: ignore[attr-defined]
         self._pieces: Cursor = self._cursor.inputs[0] if gathers else self._cursor
         self._structure: Any = None
-        self._elements = start.elements
-        if start.elements and not hasattr(node, "start"):
-            self._pieces.skip(start.elements * getattr(node, "per_batch", 1))
+        self._elements = skip
+        if skip:
+            self._pieces.skip(skip)
 
     def next(self) -> Step | None:
         """The next step; None at the end."""

@@ -121,9 +121,8 @@ class _PiecesCursor(PieceCursor):
 
     @property
     def position(self) -> Position:
-        """Batches count as read when their last piece is."""
-        waiting = -(-len(self._ready) // self._node.per_batch)
-        return Position(self._batches - waiting)
+        """A batch counts as read when its first piece is."""
+        return Position(self._batches)
 
     def _cut_more(self) -> bool:
         batch = _one(self.inputs[0], self._node.per_batch)

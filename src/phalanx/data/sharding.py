@@ -51,13 +51,25 @@ class Division:
 
     def pieces(self, node: Node, start: Position, steps: int) -> Node:
         """The plan of this worker's pieces, from a position that was reached after some steps."""
-        if self.policy == "NONE" or (self.workers * self.replicas == 1 and not start.rows):
+        if self._passes_on(start):
             return node
         if self.policy == "DATA" or self.batch is None:
             dealt = self.policy == "DATA"
             return Pieces((node,), self.workers, self.replicas, self.worker, dealt)
         table = sizes_per_step(self.batch, self.workers, self.replicas, self.worker)
         return SizedPieces((node,), table, start, steps)
+
+    def skipped(self, start: Position, steps: int) -> int:
+        """How many pieces of that plan were delivered before the position."""
+        if self._passes_on(start):
+            return start.elements
+        if self.is_shared and (self.policy == "DATA" or self.batch is None):
+            return start.elements * self.replicas  # one batch per step
+        return 0 if self.batch is not None else steps * self.replicas
+
+    def _passes_on(self, start: Position) -> bool:
+        """Whether elements need no cutting."""
+        return self.policy == "NONE" or (self.workers * self.replicas == 1 and not start.rows)
 
 
 def divide(node: Node, policy: str, workers: int, worker: int, replicas: int) -> tuple[Node, Division]:
