@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import phalanx as px
+from phalanx.data.files.parquet import columns_of
 from phalanx.data.node import Run, open_plan
 
 
@@ -68,6 +69,14 @@ def test_types(folder: Path) -> None:
         "z": px.TensorSpec((), np.dtype(np.int64)),
         "a": {"b": px.TensorSpec((), np.dtype(object))},
     }
+
+
+def test_lists_in_a_part_of_an_array() -> None:
+    array = pa.array([[1], [2, 3], [], [4]])
+    (column,) = columns_of(array.slice(1, 2), "x")
+    assert [row.tolist() for row in column] == [[2, 3], []]
+    fixed = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6)), 2).slice(1)
+    assert next(iter(columns_of(fixed, "x"))).tolist() == [[2, 3], [4, 5]]  # type: ignore[union-attr]
 
 
 @settings(max_examples=50)

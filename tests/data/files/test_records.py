@@ -136,17 +136,20 @@ def test_skipping_reads_little(folder: Path) -> None:
         (HEADER + 100 + FOOTER - 1, "its checksum is wrong"),
     ],
 )
-def test_a_flipped_bit(folder: Path, compression: str, where: int, said: str) -> None:
+@pytest.mark.parametrize("number", [17, 20])  # at the end of a buffer, and in the middle of one
+def test_a_flipped_bit(folder: Path, compression: str, where: int, said: str, number: int) -> None:
     records = [bytes([i]) * 100 for i in range(30)]
     data = bytearray(frame(records))
-    start = 17 * (HEADER + 100 + FOOTER)
+    start = number * (HEADER + 100 + FOOTER)
     data[start + where] ^= 0x10
     path = folder / "flipped.tfrecord"
     path.write_bytes(PACK[compression](bytes(data)))
     read, error = read_until_damage(path, compression)
-    assert read == records[:17]
+    assert read == records[:number]
     assert error is not None
-    assert f"flipped.tfrecord is damaged at record 17, which starts at byte {start}: {said}" in error
+    assert (
+        f"flipped.tfrecord is damaged at record {number}, which starts at byte {start}: {said}" in error
+    )
     assert str(path) in error
 
 

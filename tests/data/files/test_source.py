@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import phalanx as px
@@ -76,14 +76,22 @@ def test_files_are_read_in_turn(folder: Path, sizes: list[int], lanes: int, limi
 @given(
     st.lists(st.integers(0, 30), max_size=7),
     st.sampled_from([None, 1, 2, 3, 5]),
+    st.sampled_from([100, 1000]),
     st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=6),
 )
+@example([20], None, 100, [(False, 1), (True, 2), (False, 3)])
+@example([20, 20], 2, 100, [(False, 1), (True, 6), (False, 20)])
 def test_skipping_is_reading(
-    folder: Path, sizes: list[int], lanes: int | None, steps: list[tuple[bool, int]]
+    folder: Path,
+    sizes: list[int],
+    lanes: int | None,
+    buffer_size: int,
+    steps: list[tuple[bool, int]],
 ) -> None:
     names = write(folder, sizes)
     records = in_turn(sizes, lanes or 1)
-    cursor = open_plan(px.data.TFRecordDataset(names, num_parallel_reads=lanes)._node, Run())
+    dataset = px.data.TFRecordDataset(names, buffer_size=buffer_size, num_parallel_reads=lanes)
+    cursor = open_plan(dataset._node, Run())
     at = 0
     for skips, count in steps:
         if skips:

@@ -63,12 +63,13 @@ def test_skipping(tmp_path: Path, compression: str) -> None:
     stream.close()
 
 
-def test_gzip_members_and_padding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", ["GZIP", "ZLIB"])
+def test_several_streams_and_padding(tmp_path: Path, compression: str) -> None:
     path = tmp_path / "file"
-    path.write_bytes(gzip.compress(b"one ") + gzip.compress(b"two") + bytes(100))
-    assert read_all(open_stream(str(path), "GZIP")) == (b"one two", None)
+    path.write_bytes(PACK[compression](b"one ") + PACK[compression](b"two") + bytes(100))
+    assert read_all(open_stream(str(path), compression)) == (b"one two", None)
     path.write_bytes(b"")
-    assert read_all(open_stream(str(path), "GZIP")) == (b"", None)
+    assert read_all(open_stream(str(path), compression)) == (b"", None)
 
 
 @pytest.mark.parametrize("compression", ["GZIP", "ZLIB"])

@@ -137,7 +137,7 @@ class PlainStream:
 
 
 class InflatedStream:
-    """What a file holds in compressed form. GZIP files may have several members in a row."""
+    """What a file holds in compressed form, in one compressed stream or several in a row."""
 
     def __init__(self, path: str, compression: str) -> None:
         self.size: int | None = None
@@ -199,8 +199,6 @@ class InflatedStream:
         while not (rest := rest.lstrip(b"\0")):  # padding
             if not (rest := self._file.read(_PIECE)):
                 return False
-        if self._compression != "GZIP":
-            raise StreamFault("there is something behind the end of the compressed data")
         self._inflater, self._input, self._started = self._new_inflater(), rest, False
         return True
 
