@@ -124,8 +124,11 @@ def test_the_line_to_change_in_the_readme() -> None:
 # -- the reference -------------------------------------------------------------------------------
 
 
-def public_modules() -> list[ModuleType]:
-    return [px, *(v for k, v in sorted(vars(px).items()) if k in px.__all__ and inspect.ismodule(v))]
+def public_modules(within: ModuleType = px) -> list[ModuleType]:
+    """A module and the modules that it exports and that belong to it, as deep as they go."""
+    exported = [getattr(within, name) for name in sorted(getattr(within, "__all__", ()))]
+    inner = [m for m in exported if inspect.ismodule(m) and m.__name__.startswith(within.__name__ + ".")]
+    return [within, *(deeper for module in inner for deeper in public_modules(module))]
 
 
 def public_names(module: ModuleType) -> list[str]:

@@ -23,7 +23,10 @@ from phalanx.data.columns import Chunk, Column, Indices, gather_all
 from phalanx.data.elements import structure_of
 
 INFINITE = -1
+"""The number of elements of a dataset that never ends."""
+
 UNKNOWN = -2
+"""The number of elements of a dataset of which nobody knows how many it has."""
 
 
 # -- runs ------------------------------------------------------------------------------------------
