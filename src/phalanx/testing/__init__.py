@@ -2,11 +2,16 @@
 
 from phalanx.testing.devices import logical_devices
 from phalanx.testing.equivalence import assert_equivalent
+from phalanx.testing.multi_process import MultiProcess
+from phalanx.testing.runs import MultiProcessRun, WorkerOutcome
 from phalanx.testing.traffic import Communication, Traffic, assert_communication, communication
 
 __all__ = [
     "Communication",
+    "MultiProcess",
+    "MultiProcessRun",
     "Traffic",
+    "WorkerOutcome",
     "assert_communication",
     "assert_equivalent",
     "communication",

@@ -178,7 +178,8 @@ class Process:
             if self.exit_fd is None:
                 time.sleep(min(left, 0.01))
             else:
-                select.select([self.exit_fd], [], [], left)
+                with contextlib.suppress(OSError, ValueError):  # another thread closes it
+                    select.select([self.exit_fd], [], [], left)
         return self.code
 
     def send(self, signum: int) -> None:
