@@ -6,6 +6,7 @@ else in the package imports from ``jax._src`` or relies on undocumented behaviou
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -49,29 +50,17 @@ _HEARTBEAT = 7 * 24 * 3600
 """Seconds after which JAX would end the process because of a silent peer; Phalanx is much quicker."""
 
 
-def start_coordination_service(address: str, processes: int) -> Any:
-    """Start the service through which the processes of a job find each other; has `shutdown()`.
-
-    It must last longer than any process that uses it: JAX aborts a process whose service vanishes, so
-    shut it down only when all have left.
-    """
-    return _jax.get_distributed_runtime_service(
-        address,
-        processes,
-        heartbeat_timeout=_HEARTBEAT,
-        cluster_register_timeout=3600,
-        shutdown_timeout=10,
-        recoverable=True,
-    )
-
-
-def join_processes(address: str, process: int, processes: int, timeout: float) -> None:
+def join_processes(
+    address: str, process: int, processes: int, *, timeout: float, host: str | None = None
+) -> None:
     """Make this process one of several that compute together, before JAX starts its backends.
 
     Like `jax.distributed.initialize`, but with a service that runs elsewhere, and without handling
-    SIGTERM, which belongs to the program.
+    SIGTERM, which belongs to the program. CPU devices talk to each other through gloo at `host`, the
+    address of this machine for the others; None leaves the choice to gloo.
     """
     jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     state = _distributed.global_state
     client = _jax.get_distributed_runtime_client(
         address,
@@ -86,6 +75,17 @@ def join_processes(address: str, process: int, processes: int, timeout: float) -
     state.client = client
     state.process_id, state.num_processes = process, processes
     state.coordinator_address = address
+    if host is not None:
+        usual = _bridge._backend_factories["cpu"]
+        factory = functools.partial(_cpu_client_at, host)
+        _bridge._backend_factories["cpu"] = dataclasses.replace(usual, factory=factory)
+
+
+def _cpu_client_at(host: str) -> Any:
+    client = _distributed.global_state.client
+    if client is None:
+        return _bridge.make_cpu_client()
+    return _bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(client, hostname=host))
 
 
 def processes_are_joined() -> bool:

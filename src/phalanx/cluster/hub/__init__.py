@@ -10,4 +10,5 @@ everything else. It runs in the launcher, or in a process of its own next to the
 - `phalanx.cluster.hub.client`: `Member`, a worker's end.
 - `phalanx.cluster.hub.table`: the table of workers that people read.
 - `phalanx.cluster.hub.process`: a hub in a process of its own.
+- `phalanx.cluster.hub.compat`: the private call of JAX's library that it needs.
 """

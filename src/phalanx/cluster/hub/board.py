@@ -87,8 +87,8 @@ class Board:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all tasks have joined."""
-        return all(seat.state != "absent" for seat in self._seats)
+        """Whether all tasks have joined, however many have gone since."""
+        return all(seat.info for seat in self._seats)
 
     @property
     def is_over(self) -> bool:
@@ -178,13 +178,22 @@ class Board:
     def exited(self, task: Task, code: int, now: float) -> list[Out]:
         """A launcher has seen the process of a task end, with an exit code as `subprocess` gives it."""
         seat = self._by_task[task.type, task.id]
-        joined = seat.state != "absent"
-        if seat.state == "dead" or (joined and code == 0):
+        if seat.state == "dead" or (seat.info and code == 0):
             return []
-        seat.state = "dead"
-        when = "" if joined else " before it joined the others"
-        out = self._fail(Failure("exited", f"{seat} {describe_exit(code)}{when}.", str(task)))
-        return out + self._settle(now)
+        seat.state, seat.exit = ("dead" if code else "left"), describe_exit(code)
+        return (self._fail_exit(seat) if code else self._check_complete()) + self._settle(now)
+
+    def _fail_exit(self, seat: Seat) -> list[Out]:
+        when = "" if seat.info else " before it joined the others"
+        return self._fail(Failure("exited", f"{seat} {seat.exit}{when}.", str(seat.task)))
+
+    def _check_complete(self) -> list[Out]:
+        """A failure if some wait for one that has ended without ever joining.
+
+        A program that uses no strategy never joins, and that alone is nobody's failure.
+        """
+        ended = [seat for seat in self._seats if seat.is_gone and not seat.info]
+        return self._fail_exit(ended[0]) if ended and self._joined() else []
 
     def declare(self, failure: Failure, now: float) -> list[Out]:
         """Whoever runs the hub says that the job cannot go on."""
@@ -221,7 +230,7 @@ class Board:
         here = {"type": "joined", "worker": str(seat.task), **info, "missing": self._missing_names()}
         out += self._to_all(here)
         out.append((None, here))
-        out += self._check_alike(seat)
+        out += self._check_alike(seat) or self._check_complete()
         if self.is_ready and self._failure is None:
             members = [{"worker": str(s.task), **s.info} for s in self._seats]
             ready = {"type": "ready", "members": members, "coordinator": self._coordinator}

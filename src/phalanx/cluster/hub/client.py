@@ -67,6 +67,7 @@ class Member:
     Attributes:
         status: what this worker is doing, to be written by the training thread; see `Status`.
         wait: the innermost wait that is going on, or None.
+        told: whether the program has been told of the job's failure by an exception.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Member:
         self.rank, self.size = -1, 0
         self.status = Status()
         self.wait: Waiting | None = None
+        self.told = False
         self._failure: Failure | None = None
         self._callbacks: list[Callable[[Failure], None]] = []
         self._changed = threading.Condition()
@@ -132,7 +134,12 @@ class Member:
     def check(self) -> None:
         """Raise the job's failure if there is one."""
         if self._failure is not None:
-            raise self._failure.error()
+            raise self._error()
+
+    def _error(self) -> PhalanxError:
+        assert self._failure is not None
+        self.told = True
+        return self._failure.error()
 
     def on_failure(self, callback: Callable[[Failure], None]) -> None:
         """Call `callback` once with the job's failure: in the member's thread, or now if known."""
@@ -162,6 +169,19 @@ class Member:
                 return self._roster
             if not news and time.monotonic() >= end:
                 raise self._late("the start", timeout)
+
+    def meet(self, name: str, timeout: float) -> bool:
+        """Wait until all workers are at the same place, or have finished; returns whether they are.
+
+        Unlike the other methods that wait, this one raises nothing: a job that has failed, or workers
+        that do not come in time, are just not there.
+        """
+        key = f"meet {name}"
+        if self._failure is None and not self._closing:
+            self._send({"type": "post", "name": key, "value": None})
+            with self._changed:
+                self._changed.wait_for(lambda: key in self._exchanged or self._failure, timeout)
+        return self._exchanged.pop(key, None) is not None
 
     def exchange(self, name: str, value: Any, timeout: float | None = None) -> list[Any]:
         """Give `value` to all workers and get theirs, by rank; None for workers that have finished.
@@ -209,7 +229,7 @@ class Member:
             self._send({"type": "broken", "site": self.status.site})
             with self._changed:
                 self._changed.wait_for(lambda: self._failure is not None, timeout)
-        return None if self._failure is None else self._failure.error()
+        return None if self._failure is None else self._error()
 
     def report_exception(self, error: BaseException, timeout: float = 5.0) -> None:
         """Tell all workers that this one has failed; returns when the hub knows."""
@@ -270,7 +290,7 @@ class Member:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, _ANSWER)
         if self._failure is not None:
-            return self._failure.error()
+            return self._error()
         return DeadlineExceededError(
             f"{self.task} waited for {seconds:g} seconds at {site}, and the hub at {self.address} does "
             "not answer."

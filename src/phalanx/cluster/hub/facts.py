@@ -42,6 +42,7 @@ _ERRORS: dict[str, type[errors.PhalanxError]] = {
     "duplicate": errors.DuplicateTaskError,
     "version": errors.VersionMismatchError,
     "cluster": errors.ClusterEnvironmentError,
+    "precondition": errors.FailedPreconditionError,
     "hub": errors.HubLostError,
 }
 
@@ -50,8 +51,7 @@ _ERRORS: dict[str, type[errors.PhalanxError]] = {
 class Failure:
     """Why a job cannot go on. All of its workers are told the same.
 
-    `kind` is died, left, exited, raised, mismatch, deadline, duplicate, version, cluster or hub; `task`
-    is the task it is about, '' if it is about several.
+    `kind` is one of the keys of `_ERRORS`; `task` is the task it is about, '' if it is about several.
 
     >>> Failure("died", "worker 1 died.", "worker 1").error()
     WorkerLostError('worker 1 died.')

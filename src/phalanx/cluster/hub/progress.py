@@ -26,6 +26,7 @@ class Seat:
     status: dict[str, Any] = field(default_factory=dict)
     sequence: int = 0  # the last program that it has begun or wants to begin
     heard: float = 0.0
+    exit: str = ""  # how its process ended, if a launcher has told
 
     @property
     def is_gone(self) -> bool:

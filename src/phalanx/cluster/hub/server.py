@@ -20,10 +20,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from phalanx.cluster.hub.board import Board, Out
+from phalanx.cluster.hub.compat import start_coordination_service
 from phalanx.cluster.hub.facts import Failure, Task, describe_exit
 from phalanx.cluster.hub.frames import ProtocolError, Stream
 from phalanx.cluster.hub.table import Table
-from phalanx.core import compat
 from phalanx.core.errors import (
     ClusterEnvironmentError,
     DeadlineExceededError,
@@ -168,6 +168,16 @@ class Hub:
     def is_over(self) -> bool:
         """Whether all tasks have come and gone."""
         return self._board.is_over
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anybody is connected."""
+        return bool(self._connections)
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether all tasks have joined at some time."""
+        return self._board.is_ready
 
     def table(self) -> Table:
         """Who does what at this moment."""
@@ -413,7 +423,7 @@ def _start_service(host: str, processes: int) -> tuple[Any, int]:
         with listen(host, 0) as probe:
             port = probe.getsockname()[1]
         try:
-            return compat.start_coordination_service(join_address(host, port), processes), port
+            return start_coordination_service(join_address(host, port), processes), port
         except RuntimeError as error:
             problem = error
     raise ClusterEnvironmentError(

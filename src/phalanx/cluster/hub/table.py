@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table as RichTable
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 __all__ = ["Table"]
 
@@ -36,6 +37,8 @@ class Table:
         return "\n".join(line.rstrip() for line in padded)
 
     def __rich__(self) -> RichTable:
+        from rich.table import Table as RichTable
+
         table = RichTable(*_HEADINGS, box=None, pad_edge=False)
         for row, cells in zip(self.rows, self.cells(), strict=True):
             late = row.get("behind") or row.get("state") in ("absent", "dead")

@@ -1,0 +1,347 @@
+"""Brings the processes of a cluster together: the hub, JAX's distributed runtime, and the end.
+
+>>> from phalanx.cluster import bootstrap
+>>> connection = bootstrap.connect(resolver)  # doctest: +SKIP
+>>> connection.rank, connection.size  # doctest: +SKIP
+(0, 2)
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import jax
+
+from phalanx.cluster.arrivals import Arrivals
+from phalanx.cluster.hub.client import Member, Roster
+from phalanx.cluster.hub.dialling import split_address
+from phalanx.cluster.hub.facts import Failure, Task
+from phalanx.cluster.hub.frames import ProtocolError
+from phalanx.cluster.hub.process import HubProcess
+from phalanx.cluster.observer import Observer
+from phalanx.cluster.preflight import Place, bind_host, find_place, is_loopback, port_problem
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.tokens import find_token
+from phalanx.cluster.watchdog import EXIT_CODE, Watchdog
+from phalanx.core import compat, devices
+from phalanx.core.deadlines import worker_deadline
+from phalanx.core.errors import (
+    ClusterEnvironmentError,
+    DeadlineExceededError,
+    PhalanxError,
+    UnauthenticatedError,
+)
+
+__all__ = ["Connection", "connect", "join_hub"]
+
+_log = logging.getLogger("phalanx")
+
+_GOODBYE = 10.0  # seconds that a worker waits at its end for the others to come to theirs
+_EXIT_GUARD = 10.0  # seconds that the end of a process may take after its job has failed
+_OLD_HUB = 6.0  # seconds for the hub of an older run to go away
+
+T = TypeVar("T")
+
+
+class Connection:
+    """This process as one of the workers of a job.
+
+    Attributes:
+        member: the connection to the hub.
+        rank: the number of this worker, from 0.
+        size: the number of workers.
+        roster: what is known of each worker, by rank.
+    """
+
+    def __init__(self, member: Member, place: Place, roster: Roster, watchdog: Watchdog) -> None:
+        self.member, self.place = member, place
+        self.rank, self.size = place.rank, len(place.tasks)
+        self.roster = list(roster["members"])
+        self._watchdog = watchdog
+        self._previous_hook = sys.excepthook
+        self._hook = self._on_exception  # one object, so that it can be recognised
+        self._crashed = False
+        self._ended = False
+        sys.excepthook = self._hook
+        atexit.register(self._at_exit)
+
+    def disconnect(self, timeout: float = _GOODBYE) -> None:
+        """Leave the job: wait a moment for the others to come to their end, and leave JAX's runtime.
+
+        Never raises and never ends the process, whatever has become of the others.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._previous_hook
+        atexit.unregister(self._at_exit)
+        if not self._crashed:
+            self.member.meet("goodbye", timeout)
+        self._watchdog.stop()
+        _leave_jax()
+        self.member.leave()
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        """Tell the others, and let the traceback say what is behind an error of the connection."""
+        self._crashed = True
+        cause = self.member.cause_of(error)
+        if cause is not None:
+            error.add_note(f"This is because the job has failed: {cause}")
+        else:
+            self.member.report_exception(error)
+        self._previous_hook(kind, error, traceback)
+
+    def _at_exit(self) -> None:
+        failed = self._crashed or self.member.failure is not None
+        if failed:
+            _guard_exit(1 if self._crashed else EXIT_CODE)
+        self.disconnect()
+
+
+def connect(
+    resolver: ClusterResolver,
+    *,
+    timeout: float = 60.0,
+    devices_per_worker: int | None = None,
+    deadline: float | None = None,
+    warn_after: float = 5.0,
+    grace: float = 15.0,
+) -> Connection:
+    """Meet the other workers of the cluster and start JAX on the devices of all of them.
+
+    Must come before JAX starts. What is wrong with the cluster is one clear error on every worker that
+    is up: a port in use, a wrong address, two processes with the same task, different versions, a
+    worker that does not come in time.
+
+    Args:
+        resolver: says who is in the cluster, and which task this process is.
+        timeout: seconds within which all workers must have joined.
+        devices_per_worker: the number of CPU devices of this worker; None leaves it as it is set.
+        deadline: seconds after which a wait for other workers fails the job, by default
+            PHALANX_DEADLINE.
+        warn_after: seconds after which a wait for other workers shows who is late.
+        grace: seconds for native code to come back after the job has failed.
+    """
+    end = time.monotonic() + timeout
+    place = find_place(resolver)
+    problem = _backend_problem(place.task)
+    member, roster = join_hub(place, timeout, problem=problem)
+    seconds = worker_deadline() if deadline is None else deadline
+    watchdog = Watchdog(member, warn_after=warn_after, deadline=seconds, grace=grace)
+    try:
+        _prepare_jax(devices_per_worker, seconds + grace)
+        left = max(10.0, end - time.monotonic())
+        _run_unless_failed(lambda: _start_jax(place, roster, left), member, left)
+        counts = member.exchange("devices", jax.local_device_count(), timeout=left)
+        if len(set(counts)) > 1:
+            _log.warning("The workers have different numbers of devices: %s", counts)
+    except BaseException as error:
+        member.report_exception(error)
+        member.leave()
+        raise
+    return Connection(member, place, roster, watchdog.start())
+
+
+def join_hub(
+    place: Place,
+    timeout: float = 60.0,
+    *,
+    problem: Failure | None = None,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+) -> tuple[Member, Roster]:
+    """Find the job's hub, or start it if that is this process's part, and wait for all to join.
+
+    `problem` is what is already known to be wrong with this worker, for the others to know.
+    """
+    end = time.monotonic() + timeout
+    address = os.environ.get("PHALANX_HUB")
+    bind = os.environ.get("PHALANX_BIND")
+    token = find_token(place.is_local)
+    if address is None:
+        problem = problem or _own_port_problem(place, bind)
+        address = _find_hub(place, token, bind, timeout)
+    member = Member(
+        address,
+        token,
+        place.task.type,
+        place.task.id,
+        cluster=place.cluster,
+        timeout=max(1.0, end - time.monotonic()),
+    )
+    try:
+        if problem is not None:
+            member.report(problem)
+            raise problem.error()
+        with Arrivals(place.tasks, progress) as arrivals:
+            roster = member.wait_joined(max(1.0, end - time.monotonic()), arrivals.note)
+    except BaseException:
+        member.leave()
+        raise
+    return member, roster
+
+
+# -- the hub -----------------------------------------------------------------------------------------
+
+
+def _own_port_problem(place: Place, bind: str | None) -> Failure | None:
+    """Whether something else listens where this worker should; the first worker finds out later."""
+    text = port_problem(place.task, bind) if place.rank > 0 else None
+    return None if text is None else Failure("cluster", text, str(place.task))
+
+
+def _find_hub(place: Place, token: str, bind: str | None, timeout: float) -> str:
+    """The address of the hub next to the first worker; the first worker starts it."""
+    first = place.tasks[0]
+    if place.rank > 0:
+        return first.address
+    if not _wait_for_port(place, token, bind):
+        return first.address  # another process is this task: its hub will tell all of us
+    host, port = split_address(first.address)
+    process = HubProcess(
+        place.tasks,
+        token,
+        bind_host(first, place.is_local, bind),
+        port,
+        advertised=host,
+        name=os.path.basename(sys.argv[0]) or "python",
+        timeout=timeout,
+    )
+    atexit.register(process.close)
+    return process.address
+
+
+def _wait_for_port(place: Place, token: str, bind: str | None) -> bool:
+    """Wait for the hub of an older run to go; returns False if a hub of a running job is there."""
+    end = time.monotonic() + _OLD_HUB
+    while True:
+        problem = port_problem(place.task, bind)
+        if problem is None:
+            return True
+        try:
+            with Observer(place.task.address, token, timeout=2.0) as observer:
+                rows = observer.table().rows
+        except (ProtocolError, DeadlineExceededError) as error:
+            raise ClusterEnvironmentError(problem) from error
+        except UnauthenticatedError as error:
+            raise ClusterEnvironmentError(f"{problem} It is the hub of another job.") from error
+        except PhalanxError:  # it is just going
+            rows = []
+        if any(row["state"] == "joined" for row in rows):
+            return False
+        if time.monotonic() > end:
+            raise ClusterEnvironmentError(problem)
+        time.sleep(0.1)
+
+
+# -- JAX ---------------------------------------------------------------------------------------------
+
+
+def _backend_problem(task: Task) -> Failure | None:
+    if compat.processes_are_joined():
+        text = (
+            f"The process of {task} has joined others already (by jax.distributed.initialize, or by "
+            "another strategy over several workers). Leave that to Phalanx, and create one such "
+            "strategy per program."
+        )
+    elif compat.backends_are_initialized():
+        text = (
+            f"JAX has already started in the process of {task}, which therefore cannot become one of "
+            "several. Create the strategy at the top of the program, before any array is made and "
+            "before the devices are listed."
+        )
+    else:
+        return None
+    return Failure("precondition", text, str(task))
+
+
+def _prepare_jax(devices_per_worker: int | None, collective_timeout: float) -> None:
+    if devices_per_worker is not None:
+        devices.set_cpu_device_count(devices_per_worker)
+    flag = "--xla_cpu_collective_timeout_seconds"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={int(collective_timeout) + 1}".strip()
+    devices.prepare_backend()
+
+
+def _start_jax(place: Place, roster: Roster, timeout: float) -> None:
+    coordinator = roster.get("coordinator")
+    if coordinator is None:
+        raise ClusterEnvironmentError("The hub runs no coordination service, which JAX needs.")
+    compat.join_processes(
+        coordinator, place.rank, len(place.tasks), timeout=timeout, host=_gloo_host(place)
+    )
+    jax.devices()
+
+
+def _gloo_host(place: Place) -> str | None:
+    """The address of this machine in the cluster, if it really is one of this machine's."""
+    try:
+        host = bind_host(place.task, place.is_local)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except (OSError, PhalanxError):
+        return None
+    reachable = place.is_local or not is_loopback(host)
+    return host if reachable and host not in ("0.0.0.0", "::") else None
+
+
+def _run_unless_failed(action: Callable[[], T], member: Member, timeout: float) -> T:
+    """Run an action that native code may never come back from, until the job fails."""
+    done = threading.Event()
+    results: list[T] = []
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            problems.append(error)
+        done.set()
+
+    member.on_failure(lambda failure: done.set())
+    threading.Thread(target=run, name="phalanx-start", daemon=True).start()
+    done.wait(timeout + 30.0)
+    member.check()
+    if problems:
+        raise problems[0]
+    if not results:
+        raise DeadlineExceededError(
+            f"JAX did not start on all workers within {timeout:g} seconds. Received: {member.task}"
+        )
+    return results[0]
+
+
+def _leave_jax() -> None:
+    try:
+        compat.leave_processes()
+    except (RuntimeError, ValueError) as error:
+        _log.info("JAX's runtime did not end in order: %s", error)
+
+
+def _guard_exit(code: int) -> None:
+    """End the process after a while even if something at its end hangs."""
+
+    def end() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                continue
+        os._exit(code)
+
+    timer = threading.Timer(_EXIT_GUARD, end)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,224 @@
+"""Tells people when workers wait for each other for long, and ends what cannot be freed.
+
+`Watch` decides what to do, from what it is told; `Watchdog` is the thread around it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from phalanx.cluster.hub.client import Member
+from phalanx.cluster.hub.facts import Failure
+from phalanx.cluster.hub.table import Table
+from phalanx.core.deadlines import worker_deadline
+from phalanx.core.errors import PhalanxError
+
+__all__ = ["EXIT_CODE", "Sight", "Watch", "Watchdog"]
+
+EXIT_CODE = 70
+"""How a process ends that hangs in native code after its job has failed."""
+
+_PERIOD = 0.5
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the watchdog sees of its worker.
+
+    Args:
+        waits_since: since when the program has waited for other workers, None if it does not.
+        device_waits_since: since when the newest program between workers has not finished.
+        failed_since: since when the job has a failure.
+        told: whether the program has been told of the failure by an exception.
+    """
+
+    waits_since: float | None = None
+    device_waits_since: float | None = None
+    failed_since: float | None = None
+    told: bool = False
+
+
+class Watch:
+    """Decides when to show the table, when to give up, and when to end the process.
+
+    Args:
+        warn_after: seconds of waiting after which the table is shown.
+        every: seconds after which it is shown again.
+        deadline: seconds of waiting after which the job gives up.
+        grace: seconds for native code to come back after the job has failed.
+
+    >>> watch = Watch(warn_after=5.0, every=30.0, deadline=600.0, grace=15.0)
+    >>> watch.look(Sight(waits_since=0.0), now=4.0), watch.look(Sight(waits_since=0.0), now=5.0)
+    (None, 'show')
+    >>> watch.look(Sight(waits_since=0.0), now=6.0), watch.look(Sight(waits_since=0.0), now=600.0)
+    (None, 'give up')
+    """
+
+    def __init__(self, *, warn_after: float, every: float, deadline: float, grace: float) -> None:
+        self.warn_after, self.every = warn_after, every
+        self.deadline, self.grace = deadline, grace
+        self._shown: float | None = None
+        self._gave_up = False
+
+    def look(self, sight: Sight, now: float) -> str | None:
+        """What to do now: 'show', 'give up', 'end' or None."""
+        starts = [t for t in (sight.waits_since, sight.device_waits_since) if t is not None]
+        if sight.failed_since is not None:
+            hangs = sight.waits_since is not None or (bool(starts) and not sight.told)
+            return "end" if hangs and now - sight.failed_since >= self.grace else None
+        if not starts:
+            self._shown, self._gave_up = None, False
+            return None
+        waited = now - min(starts)
+        if waited >= self.deadline and not self._gave_up:
+            self._gave_up = True
+            return "give up"
+        due = self._shown is None or now - self._shown >= self.every
+        if waited >= self.warn_after and due and not self._gave_up:
+            self._shown = now
+            return "show"
+        return None
+
+
+class Watchdog:
+    """Watches over one worker in a thread of its own.
+
+    Args:
+        member: the worker's connection to the hub.
+        warn_after: seconds of waiting after which the table of workers is shown.
+        every: seconds after which it is shown again.
+        deadline: seconds of waiting after which the job gives up, by default PHALANX_DEADLINE.
+        grace: seconds for native code to come back after the job has failed; then the process is ended.
+        file: where to write, by default the standard error output.
+        end: ends the process.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        warn_after: float = 5.0,
+        every: float = 30.0,
+        deadline: float | None = None,
+        grace: float = 15.0,
+        file: TextIO | None = None,
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        seconds = worker_deadline() if deadline is None else deadline
+        self._member = member
+        self._watch = Watch(warn_after=warn_after, every=every, deadline=seconds, grace=grace)
+        self._file, self._end = file, end
+        self._pending: tuple[int, float] | None = None
+        self._failed_since: float | None = None
+        self._stopped = threading.Event()
+        self._period = min(_PERIOD, max(0.02, min(warn_after, grace, seconds) / 4))
+        self._thread = threading.Thread(target=self._run, name="phalanx-watchdog", daemon=True)
+
+    def start(self) -> Watchdog:
+        """Begin to watch."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._period):
+            now = time.monotonic()
+            action = self._watch.look(self._sight(now), now)
+            if action == "show":
+                self._show()
+            elif action == "give up":
+                self._give_up(now)
+            elif action == "end":
+                self._end_process()
+                return
+
+    def _sight(self, now: float) -> Sight:
+        member = self._member
+        if member.failure is not None and self._failed_since is None:
+            self._failed_since = now
+        wait = member.wait
+        return Sight(
+            waits_since=None if wait is None else wait.since,
+            device_waits_since=self._device_waits_since(now),
+            failed_since=self._failed_since,
+            told=member.told,
+        )
+
+    def _device_waits_since(self, now: float) -> float | None:
+        pending = self._member.status.pending
+        if pending is None or _is_ready(pending):
+            self._pending = None
+        elif self._pending is None or self._pending[0] != id(pending):
+            self._pending = (id(pending), now)
+        return None if self._pending is None else self._pending[1]
+
+    def _ask(self, every: float) -> tuple[Table, bool] | None:
+        try:
+            return self._member.table(every=every)
+        except (PhalanxError, TimeoutError):
+            return None
+
+    def _show(self) -> None:
+        """One worker shows the whole table; the others say only whom they wait for."""
+        answer = self._ask(self._watch.every * 0.9)
+        if answer is None:
+            return
+        table, is_first = answer
+        others = [row for row in table.late() if row["worker"] != self._member.task]
+        if not others and self._member.wait is None:
+            return  # all workers are in the same program, which just takes long
+        wait = self._member.wait
+        site = (wait.site if wait is not None else "") or self._member.status.site
+        where = f" at {site}" if site else ""
+        names = ", ".join(row["worker"] for row in others) or "other workers"
+        self._write(f"phalanx: {self._member.task} waits for {names}{where}.")
+        if is_first:
+            self._write(str(table))
+
+    def _give_up(self, now: float) -> None:
+        wait = self._member.wait
+        if wait is None:
+            answer = self._ask(0.0)
+            if answer is None or not answer[0].late():
+                return
+        site = (wait.site if wait is not None else "") or self._member.status.site
+        self._member.declare_deadline(site, self._watch.deadline)
+
+    def _end_process(self) -> None:
+        failure = self._member.failure or Failure("", "")
+        self._write(
+            f"phalanx: {self._member.task} hangs in native code although the job has failed, and is "
+            f"ended with exit code {EXIT_CODE}. The failure: {failure.text}"
+        )
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                continue
+        self._end(EXIT_CODE)
+
+    def _write(self, text: str) -> None:
+        file = self._file or sys.stderr
+        try:
+            file.write(text + "\n")
+            file.flush()
+        except (OSError, ValueError):
+            self._file = None  # a closed file is no reason to stop watching
+
+
+def _is_ready(pending: Any) -> bool:
+    try:
+        return bool(pending.is_ready())
+    except (RuntimeError, ValueError):  # a deleted or failed array waits for nothing
+        return True
