@@ -119,6 +119,19 @@ def test_results_must_have_one_form(fn: Any, match: str, parallel: int | None) -
         list(D.range(5).map(fn, num_parallel_calls=parallel))
 
 
+def test_functions_may_use_their_arrays_again() -> None:
+    array = np.zeros(2, int)
+
+    def fill(x: Any) -> Any:
+        array[:] = x
+        return array
+
+    assert [x.tolist() for x in D.range(3).map(fill)] == [[0, 0], [1, 1], [2, 2]]
+    kept = list(D.range(3).map(fill).batch(2))
+    assert [x.tolist() for x in kept] == [[[0, 0], [1, 1]], [[2, 2]]]
+    assert len(list(D.range(100).map(lambda x: np.zeros(2**18, np.uint8)).batch(100))) == 1
+
+
 def test_shapes_may_differ() -> None:
     dataset = D.range(3).map(np.arange)
     assert [x.tolist() for x in dataset] == [[], [0], [0, 1]]

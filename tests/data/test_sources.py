@@ -144,6 +144,32 @@ def test_generators_are_lazy_and_are_closed() -> None:
     assert log.count("end") == 2
 
 
+def test_generators_may_use_their_arrays_again() -> None:
+    def numbers() -> Iterator[Any]:
+        array, rows = np.zeros(2, int), np.zeros(3, int)
+        for i in range(5):
+            array[:] = i
+            rows[:] = i
+            yield array, rows[: 1 + i % 3]
+
+    dataset = D.from_generator(numbers)
+    assert [(a.tolist(), b.tolist()) for a, b in dataset] == [
+        ([i] * 2, [i] * (1 + i % 3)) for i in range(5)
+    ]
+    batches = list(dataset.map(lambda a, b: a).batch(2))
+    assert [b.tolist() for b in batches] == [[[0, 0], [1, 1]], [[2, 2], [3, 3]], [[4, 4]]]
+    assert [len(b) for b in next(iter(dataset.map(lambda a, b: b).ragged_batch(5)))] == [1, 2, 3, 1, 2]
+
+
+def test_large_elements_are_not_allocated_before_they_come() -> None:
+    def images() -> Iterator[Any]:
+        yield from (np.full(2**20, i, np.uint8) for i in range(3))
+
+    shuffled = D.from_generator(images).shuffle(10**9, seed=0)
+    assert sorted(int(x[-1]) for x in shuffled) == [0, 1, 2]
+    assert len(list(D.from_generator(lambda: iter(np.zeros((100, 2**18), np.uint8))).batch(100))) == 1
+
+
 def test_generators_take_arguments_and_signatures() -> None:
     def count(n: Any, text: Any) -> Iterator[Any]:
         for i in range(n):

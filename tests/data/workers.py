@@ -44,11 +44,10 @@ class WorkerExtended(MirroredExtended):
     def _input_worker(self) -> tuple[int, int]:
         return self.workers, self.worker
 
-    def _any_worker(self, flag: bool) -> bool:
-        return flag if self.meeting is None else any(self.meeting.exchange(self.worker, flag))
-
-    def _same_on_workers(self, number: int) -> int:
-        return 7 if self.meeting is None else self.meeting.exchange(self.worker, number)[0]
+    def _exchange(self, name: str, value: Any, given_up: threading.Event | None = None) -> list[Any]:
+        if self.meeting is None:
+            return [7] if name == "seed" else [value]
+        return self.meeting.exchange(self.worker, value)
 
 
 class Worker(px.Strategy):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -94,13 +95,16 @@ class StrategyExtended:
         """Hook: how many workers read input, and which of them this process is."""
         return 1, 0
 
-    def _any_worker(self, flag: bool) -> bool:
-        """Hook: whether the flag is set on any worker; all of them ask together."""
-        return flag
+    def _exchange(self, name: str, value: Any, given_up: threading.Event | None = None) -> list[Any]:
+        """Hook: what every worker gives under a name, in their order; all of them must call it.
 
-    def _same_on_workers(self, number: int) -> int:
-        """Hook: the first worker's number; all of them ask together."""
-        return number
+        Args:
+            name: what it is about; each worker may exchange under a name again and again.
+            value: small, and as JSON has it.
+            given_up: if it is set, the call may return anything.
+        """
+        del name, given_up
+        return [value]
 
     def _distribute_dataset(self, dataset: Any, options: Any) -> Any:
         """Hook: divide a dataset over workers and replicas."""

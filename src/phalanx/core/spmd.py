@@ -28,6 +28,7 @@ class SpmdPerReplica(PerReplica):
 
     def __init__(self, local: Any, count: int) -> None:
         self._components = self._global = self._span = None
+        self._joins = True
         self._layout = Layout(count, getattr(local, "ndim", 0) == 0)
         self._local = local
 

@@ -124,23 +124,27 @@ class _TwoFaced(DistributedValues):
     Args:
         values: the components of this process's replicas.
         span: the devices of all replicas, where other processes have some of them.
+        joins: whether components of one shape make a global array; not if those of other processes
+            have other shapes.
     """
 
-    __slots__ = ("_components", "_global", "_layout", "_span")
+    __slots__ = ("_components", "_global", "_joins", "_layout", "_span")
 
-    def __init__(self, values: Sequence[Any], span: Span | None = None) -> None:
+    def __init__(self, values: Sequence[Any], span: Span | None = None, joins: bool = True) -> None:
         self._components: tuple[Any, ...] | None = tuple(values)
         self._global: jax.Array | None = None
         if not self._components:
             raise InvalidValueError(f"{type(self).__name__} needs at least one component")
         self._layout: Layout | None = None
         self._span = span
+        self._joins = joins
 
     @classmethod
     def from_global(cls, array: jax.Array, layout: Layout) -> Any:
         """The value whose global face is `array`."""
         self = cls.__new__(cls)
-        self._components, self._global, self._layout, self._span = None, array, layout, None
+        self._components, self._global, self._layout = None, array, layout
+        self._span, self._joins = None, True
         return self
 
     @property
@@ -169,7 +173,7 @@ class _TwoFaced(DistributedValues):
 
         There is one if all components are arrays of one shape and dtype on different devices.
         """
-        if self._global is None:
+        if self._global is None and self._joins:
             devices = _distinct_devices(self.values)
             if devices is not None:
                 self._global = self._join(self.values, self._span or devices)

@@ -14,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Column: TypeAlias = "NDArray[Any] | list[Any]"
+MOST_BYTES = 2**24
+"""How many bytes of a column are allocated before it is known how many elements there are."""
+
 Indices: TypeAlias = "NDArray[np.int64]"
 
 
@@ -67,6 +70,60 @@ class Chunk:
             f"list of {len(c)}" if isinstance(c, list) else f"{c.dtype}{c.shape}" for c in self.columns
         ]
         return f"Chunk({self.count}: {', '.join(kinds)})"
+
+
+class Builder:
+    """Collects elements one by one in a chunk.
+
+    Arrays are copied at once, because functions and generators may use theirs again.
+
+    Args:
+        limit: how many elements to collect at most.
+        expected: whether so many will come. If not, large elements are collected in several chunks.
+    """
+
+    def __init__(self, limit: int, expected: bool) -> None:
+        self._limit, self._expected = limit, expected
+        self._columns: list[Column] = []
+        self.count = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether no more elements fit."""
+        return self.count >= self._limit
+
+    def add(self, leaves: Sequence[Any]) -> None:
+        """Append one element."""
+        if self.count == 0:
+            if not self._expected:
+                most = max((leaf.nbytes for leaf in leaves if isinstance(leaf, np.ndarray)), default=8)
+                self._limit = min(self._limit, max(64, MOST_BYTES // max(8, most)))
+            self._columns = [self._column(leaf) for leaf in leaves]
+        for number, leaf in enumerate(leaves):
+            column = self._columns[number]
+            if not isinstance(column, list):
+                if leaf.shape == column.shape[1:]:
+                    column[self.count] = leaf
+                    continue
+                column = self._columns[number] = list(column[: self.count])
+            column.append(leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
+        self.count += 1
+
+    def _column(self, leaf: Any) -> Column:
+        if isinstance(leaf, np.ndarray | np.generic):
+            return np.empty((self._limit, *leaf.shape), leaf.dtype)
+        return []
+
+    def chunk(self) -> Chunk | None:
+        """What was collected; None if that is nothing."""
+        if self.count == 0:
+            return None
+        columns = [c[: self.count] if isinstance(c, np.ndarray) else _texts(c) for c in self._columns]
+        return Chunk(columns, self.count)
+
+
+def _texts(leaves: list[Any]) -> Column:
+    return stack(leaves) if isinstance(leaves[0], str | bytes) else leaves
 
 
 def stack(leaves: Sequence[Any]) -> Column:

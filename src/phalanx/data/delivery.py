@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from phalanx.core import compat
 from phalanx.core.errors import InvalidTypeError
-from phalanx.core.values import Layout, PerReplica, stacked_over
+from phalanx.core.values import Layout, PerReplica, Span, stacked_over
 from phalanx.data.elements import Ragged, unflatten
 from phalanx.data.feeding import RowsOf, Step
 
@@ -33,21 +33,32 @@ class Delivery:
         devices: the device of each local replica.
         wraps: whether leaves become `PerReplica` values; if not, there is one replica only.
         to_device: whether to move arrays to the devices; if not, they stay NumPy arrays.
-        joins: whether the replicas' parts make one array; not if other workers have parts of it too.
+        span: the devices of all replicas, if other workers have some of them.
     """
 
     def __init__(
-        self, devices: Sequence[jax.Device], wraps: bool, to_device: bool, joins: bool = True
+        self,
+        devices: Sequence[jax.Device],
+        wraps: bool,
+        to_device: bool,
+        span: Span | None = None,
     ) -> None:
         self._devices = tuple(devices)
-        self._wraps, self._to_device, self._joins = wraps, to_device, joins
-        self._sharding = stacked_over(self._devices)
+        self._wraps, self._to_device = wraps, to_device
+        self._span = span
+        self._everywhere = span or self._devices
+        self._sharding = stacked_over(self._everywhere)
 
-    def element(self, step: Step) -> Any:
-        """The element that a step is for the strategy."""
-        return unflatten(step.structure, [self.leaf(parts) for parts in step.parts])
+    def element(self, step: Step, even: bool = True) -> Any:
+        """The element that a step is for the strategy.
 
-    def leaf(self, parts: Sequence[Any]) -> Any:
+        Args:
+            step: the rows of this worker's replicas.
+            even: whether the parts of all workers have the same shapes, so that they make one array.
+        """
+        return unflatten(step.structure, [self.leaf(parts, even) for parts in step.parts])
+
+    def leaf(self, parts: Sequence[Any], even: bool = True) -> Any:
         """One leaf of an element, from the part of each replica."""
         first = parts[0]
         if isinstance(first, Ragged | str | bytes):
@@ -56,21 +67,22 @@ class Delivery:
             return self._on_host([part.astype(object) for part in parts])
         if not self._to_device:
             return self._on_host([owned([part], part.shape)[0] for part in parts])
-        if not self._joins or any(part.shape != first.shape for part in parts):
-            return PerReplica([self._place(x, d) for x, d in zip(parts, self._devices, strict=True)])
+        if not even or any(part.shape != first.shape for part in parts):
+            placed = [self._place(x, d) for x, d in zip(parts, self._devices, strict=True)]
+            return PerReplica(placed, self._span, joins=False)
         if not self._wraps:
             return self._place(first, self._devices[0])
         shape = first.shape or (1,)
         pieces = owned(parts, shape)
-        whole = (shape[0] * len(pieces), *shape[1:])
+        whole = (shape[0] * len(self._everywhere), *shape[1:])
         array = compat.put_pieces(whole, self._sharding, pieces, self._devices)
-        return PerReplica.from_global(array, Layout(len(pieces), not first.shape))
+        return PerReplica.from_global(array, Layout(len(self._everywhere), not first.shape))
 
     def _place(self, part: Any, device: jax.Device) -> jax.Array:
         return compat.put_on(owned([part], part.shape)[0], device)
 
     def _on_host(self, parts: Sequence[Any]) -> Any:
-        return PerReplica(parts) if self._wraps else parts[0]
+        return PerReplica(parts, self._span) if self._wraps else parts[0]
 
 
 def narrow(dtype: Any) -> np.dtype[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from phalanx.data.iterator import Epochs
 from phalanx.data.node import INFINITE, Node, Run
 from phalanx.data.optional import Optional
 from phalanx.data.place import Place
-from phalanx.data.rebatching import BEGINNING, Position, empty_leaf, no_rows_like
+from phalanx.data.rebatching import BEGINNING, Position, empty_leaf
 from phalanx.data.sharding import Division, fixed_rows
 from phalanx.data.specs import on_replicas
 
@@ -110,7 +112,6 @@ class DistributedDataset:
     # -- iterating -------------------------------------------------------------------------------
 
     @begins_loop
-    @begins_loop
     def __iter__(self) -> DistributedIterator:
         return DistributedIterator(self, self._epochs.start())
 
@@ -147,7 +148,13 @@ class DistributedDataset:
         options = self._options
         to_device = options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
         place = self._place
-        return Delivery(place.devices(), place.wraps, to_device, joins=place.workers == 1)
+        return Delivery(place.devices(), place.wraps, to_device, place.span)
+
+    def _without_rows(self) -> Step:
+        """What this worker gets while others still have data."""
+        spec = self._spec()
+        rows = [[empty_leaf(leaf)] * self._place.replicas for leaf in leaves_of_spec(spec)]
+        return Step(rows, structure_of(spec), BEGINNING)
 
     def __repr__(self) -> str:
         place = self._place
@@ -160,19 +167,48 @@ class DistributedDataset:
 class _Production:
     """Reads steps and brings them to the devices; runs in a thread that must not keep its iterator."""
 
-    def __init__(self, open_feed: Callable[[], Feed | Feeds], delivery: Delivery) -> None:
+    def __init__(
+        self,
+        open_feed: Callable[[], Feed | Feeds],
+        delivery: Delivery,
+        without_rows: Callable[[], Step],
+        meet: Callable[[Any, threading.Event], list[Any]] | None,
+    ) -> None:
         self._open_feed, self._delivery = open_feed, delivery
+        self._without_rows, self._meet = without_rows, meet
         self._feed: Feed | Feeds | None = None
+        self._given_up = threading.Event()
 
-    def __call__(self) -> Iterator[tuple[Any, Step]]:
+    def __call__(self) -> Iterator[tuple[Any, Step | None]]:
         feed = self._feed = self._open_feed()
+        nothing: Step | None = None
         try:
-            while (step := feed.next()) is not None:
-                yield self._delivery.element(step), step
+            while not self._given_up.is_set():
+                step = feed.next()
+                anybody, even = self._agree(step)
+                if not anybody:
+                    return
+                if nothing is None and self._meet is not None:
+                    nothing = self._without_rows() if step is None else step.without_rows()
+                rows = step or nothing
+                assert rows is not None
+                yield self._delivery.element(rows, even), step
         finally:
             feed.close()
 
+    def _agree(self, step: Step | None) -> tuple[bool, bool]:
+        """Whether any worker has rows, and whether all have rows of the same shapes.
+
+        Workers that read different rows go on until all have ended.
+        """
+        if self._meet is None:
+            return step is not None, True
+        said = self._meet(None if step is None else step.shapes(), self._given_up)
+        shapes = {json.dumps(s) for s in said}
+        return shapes != {"null"}, len(shapes) == 1 and said[0] != []
+
     def cancel(self) -> None:
+        self._given_up.set()
         if self._feed is not None:
             self._feed.cancel()
 
@@ -200,10 +236,8 @@ class DistributedIterator:
     def __init__(self, dataset: DistributedDataset, state: State) -> None:
         self._dataset, self._place = dataset, dataset._place
         self._lock = threading.RLock()
-        self._items: Items[tuple[Any, Step]] | None = None
+        self._items: Items[tuple[Any, Step | None]] | None = None
         self._release: Any = None
-        self._nothing: Step | None = None
-        self._meets: bool | None = None
         self._begin(state)
 
     def _begin(self, state: State) -> None:
@@ -212,11 +246,19 @@ class DistributedIterator:
         self._steps = int(state.get("step", 0))
         self._ended = False
 
-    def _open(self) -> Items[tuple[Any, Step]]:
+    def _open(self) -> Items[tuple[Any, Step | None]]:
         dataset = self._dataset
         run = Run(self._seed, (self._epoch,), deterministic=dataset._deterministic)
         position, steps = self._position, self._steps
-        work = _Production(lambda: dataset._feed(run, position, steps), dataset._delivery())
+        place = dataset._place
+        name = f"input {place.serial}, epoch {self._epoch}, step {steps}"
+        meet = None if place.workers == 1 else functools.partial(place.exchange, name)
+        work = _Production(
+            lambda: dataset._feed(run, position, steps),
+            dataset._delivery(),
+            dataset._without_rows,
+            meet,
+        )
         depth = dataset._options.experimental_per_replica_buffer_size
         if depth == 0:
             return AtOnce(work)
@@ -268,35 +310,14 @@ class DistributedIterator:
         if self._items is None:
             self._items = self._open()
         item = self._items.get()
-        if not self._any_worker_has(item is not None):
+        if item is None:
             self.close()
             return False, None
         self._steps += 1
-        if item is None:
-            return True, self._element_without_rows()
         element, step = item
-        self._position = step.position
-        if self._meets and self._nothing is None:
-            rows = [[no_rows_like(parts[0])] * len(parts) for parts in step.parts]
-            self._nothing = Step(rows, step.structure, step.position)
+        if step is not None:
+            self._position = step.position
         return True, element
-
-    def _any_worker_has(self, has: bool) -> bool:
-        """Workers that read different rows go on until all have ended."""
-        place = self._place
-        if place.workers == 1 or self._dataset._division.is_shared:
-            return has
-        if self._meets is None:
-            self._meets = place.any_worker(self._dataset.cardinality != INFINITE)
-        return place.any_worker(has) if self._meets else has
-
-    def _element_without_rows(self) -> Any:
-        """What this worker gets while others still have data."""
-        if self._nothing is None:
-            spec = self._dataset._spec()
-            rows = [[empty_leaf(leaf)] * self._place.replicas for leaf in leaves_of_spec(spec)]
-            self._nothing = Step(rows, structure_of(spec), self._position)
-        return self._dataset._delivery().element(self._nothing)
 
     @property
     def element_spec(self) -> Any:

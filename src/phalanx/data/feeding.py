@@ -59,6 +59,17 @@ class Step:
         """How many rows all replicas have together, judged by the first leaf."""
         return sum(part.shape[0] if len(part.shape) else 1 for part in self.parts[0])
 
+    def shapes(self) -> list[list[int]]:
+        """The shape of each leaf's part, if all replicas have the same; else an empty list."""
+        shapes = [[list(getattr(part, "shape", ())) for part in parts] for parts in self.parts]
+        alike = all(shape == leaf[0] for leaf in shapes for shape in leaf)
+        return [leaf[0] for leaf in shapes] if alike else []
+
+    def without_rows(self) -> Step:
+        """A step like this one that has no rows."""
+        rows = [[no_rows_like(parts[0])] * len(parts) for parts in self.parts]
+        return Step(rows, self.structure, self.position)
+
 
 class Feed:
     """Reads a plan of pieces, one per replica and step. Missing pieces of the last step are empty.

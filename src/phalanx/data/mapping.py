@@ -10,7 +10,7 @@ import numpy as np
 
 from phalanx.core.errors import InvalidTypeError
 from phalanx.core.tensor_spec import TensorSpec
-from phalanx.data.columns import Chunk, Column
+from phalanx.data.columns import Builder, Chunk, Column
 from phalanx.data.elements import Ragged
 from phalanx.data.functions import Form, Function, caller, function_error
 from phalanx.data.node import (
@@ -86,7 +86,7 @@ class _Apply:
         return self._each(chunk, start, self._call)
 
     def _each(self, chunk: Chunk, start: int, call: Callable[[Sequence[Any]], Any]) -> Outcome:
-        done: list[list[Any]] = []
+        done = Builder(chunk.count, expected=True)
         failure: Exception | None = None
         for index, leaves in enumerate(zip(*chunk.columns, strict=True), start):
             try:
@@ -96,11 +96,11 @@ class _Apply:
                 failure.__cause__ = error
                 break
             try:
-                done.append(self._form.leaves_of(value, f"element {index}"))
+                done.add(self._form.leaves_of(value, f"element {index}"))
             except Exception as error:  # noqa: BLE001 - raised after what came before
                 failure = error
                 break
-        return Outcome(Chunk.of_elements(done) if done else None, failure)
+        return Outcome(done.chunk(), failure)
 
     def _whole(self, chunk: Chunk, start: int, call: Callable[[Sequence[Any]], Any]) -> Outcome:
         where = f"elements {start} to {start + chunk.count - 1}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,13 +12,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from phalanx.core.extended import default_device
+from phalanx.core.values import Span
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
+def _alone(name: str, value: Any, given_up: threading.Event | None = None) -> list[Any]:
+    del name, given_up
+    return [value]
+
+
+_serials = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -28,16 +35,19 @@ class Place:
         replica_devices: the devices of this worker's replicas; None stands for JAX's default device.
         workers: how many workers read input.
         worker: which of them this is.
-        any_worker: whether a flag is set on any worker; all of them ask together.
-        same_on_workers: the first worker's number; all of them ask together.
+        exchange: gives what all workers say under a name, in their order; see
+            `StrategyExtended._exchange`.
+        span: the devices of all workers' replicas, if there are several workers.
+        serial: the number of the input, which is the same on all workers.
     """
 
     strategy: Strategy
     replica_devices: tuple[jax.Device | None, ...]
     workers: int = 1
     worker: int = 0
-    any_worker: Callable[[bool], bool] = _as_it_is
-    same_on_workers: Callable[[int], int] = _as_it_is
+    exchange: Callable[..., list[Any]] = _alone
+    span: Span | None = None
+    serial: int = 0
 
     @staticmethod
     def of(strategy: Strategy) -> Place:
@@ -49,8 +59,9 @@ class Place:
             extended._replica_devices,
             workers,
             worker,
-            extended._any_worker,
-            extended._same_on_workers,
+            extended._exchange,
+            extended._span,
+            next(_serials),
         )
 
     def alone_as(self, worker: int) -> Place:
@@ -73,4 +84,4 @@ class Place:
 
     def shared_seed(self) -> int:
         """A root seed on which all workers agree: they must shuffle alike."""
-        return self.same_on_workers(secrets.randbits(63))
+        return int(self.exchange("seed", secrets.randbits(63))[0])

@@ -11,7 +11,7 @@ from jax import tree_util
 
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.tensor_spec import TensorSpec
-from phalanx.data.columns import Chunk, Column, read_only
+from phalanx.data.columns import Builder, Chunk, Column, read_only
 from phalanx.data.elements import Ragged, flatten, spec_of, unflatten
 from phalanx.data.functions import Form, function_error
 from phalanx.data.node import (
@@ -164,16 +164,15 @@ class _GeneratorCursor(Cursor):
         self._ended = False
 
     def read(self, limit: int) -> Chunk | None:
-        elements: list[list[Any]] = []
-        while self._failure is None and not self._ended and len(elements) < limit:
-            found, value = self._next()
+        elements = Builder(limit, expected=False)
+        while self._failure is None and not self._ended and not elements.full:
+            found, leaves = self._next()
             if found:
-                elements.append(value)
-        if elements:
-            return Chunk.of_elements(elements)
-        if self._failure is not None:
+                elements.add(leaves)
+        chunk = elements.chunk()
+        if chunk is None and self._failure is not None:
             raise self._failure
-        return None
+        return chunk
 
     def _next(self) -> tuple[bool, list[Any]]:
         """The next element; False at the end, or if there is a failure to be raised later."""

@@ -54,14 +54,6 @@ class MultiWorkerExtended(MirroredExtended):
     def _input_worker(self) -> tuple[int, int]:
         return self._workers, self._worker
 
-    def _any_worker(self, flag: bool) -> bool:
-        return bool(self._numbers([int(flag)])[:, 0].any())
-
-    def _same_on_workers(self, number: int) -> int:
-        halves = [number >> 32, number & 0xFFFFFFFF]
-        high, low = self._numbers(halves)[0]
-        return (int(high) << 32) | int(low)
-
     def _numbers(self, mine: list[int]) -> np.ndarray[Any, Any]:
         """Small numbers of all workers, one row each."""
         row = jnp.asarray(np.array([mine], np.uint32))
