@@ -228,7 +228,9 @@ class MultiProcess:
 
     def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Wait until something is so that workers change; returns whether it is."""
-        return self._open_pool().wait(condition, time.monotonic() + timeout)
+        if self._pool is None:
+            return condition()
+        return self._pool.wait(condition, time.monotonic() + timeout)
 
     def close(self) -> None:
         """End all processes; those that wait for work end by themselves, the others are killed."""
