@@ -66,6 +66,7 @@ from phalanx.execution.gradients import grad, value_and_grad
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.default import DefaultStrategy
 from phalanx.strategies.mirrored import MirroredStrategy
+from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.strategies.one_device import OneDeviceStrategy
 from phalanx.strategies.tpu import TPUStrategy
 
@@ -89,6 +90,7 @@ __all__ = [
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",

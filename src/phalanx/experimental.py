@@ -10,6 +10,7 @@ from phalanx.core.options import CommunicationImplementation as CollectiveCommun
 from phalanx.core.options import collective_hints as CollectiveHints  # noqa: N812
 from phalanx.data.optional import Optional
 from phalanx.strategies.central_storage import CentralStorageStrategy
+from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.strategies.tpu import TPUStrategy
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
     "Optional",
     "TPUStrategy",
     "ValueContext",

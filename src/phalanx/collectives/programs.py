@@ -19,6 +19,7 @@ from phalanx.collectives.packing import Packing, plan_packs
 from phalanx.core import compat, spmd
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.values import Mirrored, Span, place, replica_mesh, replicated_over
+from phalanx.execution.meetings import Meeting
 from phalanx.execution.throttle import THROTTLE
 
 Devices = tuple[jax.Device, ...]
@@ -37,7 +38,9 @@ def all_reduce(
     """
     everywhere = span or devices
     inputs = [_as_global(column, devices, everywhere) for column in columns]
-    outputs = THROTTLE.dispatch(_all_reduce_program(op, everywhere, packing), inputs)
+    meeting = _meeting(f"all_reduce {op.name}", inputs, packing) if span else None
+    program = _all_reduce_program(op, everywhere, packing)
+    outputs = THROTTLE.dispatch(program, inputs, meeting=meeting)
     return [Mirrored.of_global(x, len(everywhere)) for x in outputs]
 
 
@@ -46,9 +49,9 @@ def all_gather(
 ) -> Mirrored:
     """Join arrays of one shape, one per device, along `axis` on all devices."""
     everywhere = span or devices
-    joined = THROTTLE.dispatch(
-        _all_gather_program(everywhere, axis), _as_global(column, devices, everywhere)
-    )
+    whole = _as_global(column, devices, everywhere)
+    meeting = _meeting(f"all_gather along {axis}", [whole]) if span else None
+    joined = THROTTLE.dispatch(_all_gather_program(everywhere, axis), whole, meeting=meeting)
     return Mirrored.of_global(joined, len(everywhere))
 
 
@@ -56,8 +59,14 @@ def from_first(column: Sequence[jax.Array], devices: Devices, span: Span) -> Mir
     """The array of the first of all devices, on all devices."""
     places = [jnp.int32(span.index(d)) for d in devices]
     inputs = [_as_global(column, devices, span), _as_global(places, devices, span)]
-    given = THROTTLE.dispatch(_from_first_program(span), inputs)
+    meeting = _meeting("broadcast from the first replica", inputs[:1])
+    given = THROTTLE.dispatch(_from_first_program(span), inputs, meeting=meeting)
     return Mirrored.of_global(given, len(span))
+
+
+def _meeting(operation: str, inputs: Sequence[jax.Array], packing: Packing | None = None) -> Meeting:
+    key = (operation, packing, tuple((x.shape, x.dtype) for x in inputs))
+    return Meeting(key, operation, inputs, lambda: repr(packing))
 
 
 def _as_global(column: Sequence[jax.Array], devices: Devices, everywhere: Devices) -> jax.Array:

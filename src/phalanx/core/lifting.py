@@ -38,6 +38,8 @@ class Lifting:
         """The variables that the program has made."""
         self.device: Any = None
         """Where the program should run, if a strategy with a single replica asked for a device."""
+        self.spans_workers = False
+        """Whether replicas of other processes take part in it."""
 
     def held(self, variable: Any) -> Any:
         """What a variable holds at this point of the program."""

@@ -166,7 +166,7 @@ class Function:
             with taken.given(tracing=True, elements=elements):
                 return self.python_function(*args, **kwargs)
 
-        return Program.trace(with_elements, call)
+        return Program.trace(with_elements, call, self.__name__)
 
     def _makes_variables(self, when: str, made: list[Variable]) -> InvalidValueError:
         return InvalidValueError(

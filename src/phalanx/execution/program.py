@@ -7,6 +7,7 @@ such a call gives: it knows which variables it reads and writes, and how results
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
+from phalanx.execution.meetings import Meeting
 from phalanx.execution.staging import explained
 from phalanx.execution.throttle import THROTTLE
 
@@ -96,6 +98,9 @@ def _constant_key(x: Any) -> Any:
 # -- one program -----------------------------------------------------------------------------------
 
 
+_serials = itertools.count(1)
+
+
 class Program:
     """A traced function: its variables, its results, and the compiled code."""
 
@@ -105,8 +110,10 @@ class Program:
         variables: list[Variable],
         used: lifting.Lifting,
         result: Result,
+        name: str,
     ) -> None:
         self.jaxpr = closed.jaxpr
+        self.name = name
         self._result = result
         self.written = list(used.written)
         self.read = [v for v in used.read if v not in used.written]
@@ -136,11 +143,13 @@ class Program:
         self._compiled = jax.jit(program, donate_argnums=0)
         self._looped = jax.jit(looped, donate_argnums=0)
         self._device = used.device
+        self._spans_workers = used.spans_workers
+        self._serial = next(_serials)
         self._wrappers = [_wrapper(variable) for variable in self.written]
         expect_model([*self.written, *self.read])
 
     @staticmethod
-    def trace(fn: Callable[..., Any], call: Call) -> Program | list[Variable]:
+    def trace(fn: Callable[..., Any], call: Call, name: str) -> Program | list[Variable]:
         """Trace a function; gives the variables that it made, if it made any.
 
         They cannot be inputs of the program that makes them, so it must be traced again.
@@ -162,7 +171,7 @@ class Program:
         with explained():
             closed, _ = lifting.tracing(lambda: compat.jaxpr_and_result(staged, shapes, arguments))
         used: lifting.Lifting = box["used"]
-        return used.made or Program(closed, variables, used, box["result"])
+        return used.made or Program(closed, variables, used, box["result"], name)
 
     def run(self, arrays: list[Any]) -> Any:
         """Read the variables, run the program, write them back."""
@@ -176,11 +185,19 @@ class Program:
 
     def _dispatch(self, compiled: Callable[..., Any], arrays: list[Any]) -> list[jax.Array]:
         with jax.default_device(self._device) if self._device is not None else nullcontext():
-            outputs, values = THROTTLE.dispatch(compiled, *self._inputs(arrays))
+            inputs = self._inputs(arrays)
+            meeting = self._meeting(compiled, inputs) if self._spans_workers else None
+            outputs, values = THROTTLE.dispatch(compiled, *inputs, meeting=meeting)
         for variable, wrap, value in zip(self.written, self._wrappers, values, strict=True):
             variable._value = wrap(value)
             variable._exclusive = True
         return outputs
+
+    def _meeting(self, compiled: Any, inputs: tuple[list[Any], list[Any], list[Any]]) -> Meeting:
+        """What other workers must run too."""
+        loops = compiled is self._looped
+        operation = f"the compiled function {self.name}{' in a loop' if loops else ''}"
+        return Meeting((self._serial, loops), operation, inputs[2], lambda: str(self.jaxpr))
 
     def lower(self, arrays: list[Any]) -> Any:
         """The lowered program."""

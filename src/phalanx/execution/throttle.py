@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from phalanx.execution.meetings import Ledger, Meeting
+
 T = TypeVar("T")
 
 MAX_IN_FLIGHT = 16
@@ -30,18 +32,39 @@ class Throttle:
     """
 
     def __init__(self, limit: int = MAX_IN_FLIGHT) -> None:
+        self.ledger: Ledger | None = None
+        """Compares programs with other workers, if there are any."""
         self._limit = limit
         self._lock = threading.Lock()
         self._tokens: collections.deque[jax.Array] = collections.deque()
 
-    def dispatch(self, program: Callable[..., tuple[T, jax.Array]], *args: Any) -> T:
-        """Start a program, first waiting for an old one if too many are in flight."""
+    def dispatch(
+        self,
+        program: Callable[..., tuple[T, jax.Array]],
+        *args: Any,
+        meeting: Meeting | None = None,
+    ) -> T:
+        """Start a program, first waiting for an old one if too many are in flight.
+
+        Args:
+            program: what to run.
+            args: its arguments.
+            meeting: what other workers must run at the same time, if they take part in it.
+        """
         with self._lock:
-            if len(self._tokens) >= self._limit:
-                self._tokens.popleft().block_until_ready()
-            result, token = program(*args)
-            self._tokens.append(token)
+            if meeting is None or self.ledger is None:
+                return self._start(program, args)
+            with self.ledger.meet(meeting):
+                result = self._start(program, args)
+            self.ledger.begun(self._tokens[-1])
             return result
+
+    def _start(self, program: Callable[..., tuple[T, jax.Array]], args: tuple[Any, ...]) -> T:
+        if len(self._tokens) >= self._limit:
+            self._tokens.popleft().block_until_ready()
+        result, token = program(*args)
+        self._tokens.append(token)
+        return result
 
     @property
     def in_flight(self) -> int:

@@ -5,42 +5,125 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from phalanx.cluster import multi_worker
+from phalanx.cluster.bootstrap import Connection
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.tfconfig import TFConfigClusterResolver
 from phalanx.collectives import programs
 from phalanx.collectives.cross_worker_ops import CrossWorkerOps
 from phalanx.core import compat
-from phalanx.core.errors import DivergenceError
-from phalanx.core.options import CommunicationOptions
+from phalanx.core.devices import default_devices, device_name
+from phalanx.core.errors import DivergenceError, InvalidTypeError, InvalidValueError
+from phalanx.core.options import CommunicationOptions, as_communication_options
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import PerReplica, Span, place
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
 from phalanx.strategies.mirrored import MirroredExtended
+from phalanx.strategies.workers import connect_once
 
 _log = logging.getLogger("phalanx")
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training on the devices of several workers, each a process of its own.
+
+    Every worker runs the same program. Each of its devices runs one replica, and variables have a copy on
+    every device of every worker, which are kept equal. Create the strategy at the top of the program: it
+    waits until all workers have come.
+
+    Without a cluster, or with a single worker, it is like `MirroredStrategy`.
+
+    Args:
+        cluster_resolver: says who the workers are, and which of them this process is; by default
+            the environment variable TF_CONFIG, which `phalanx run` also sets.
+        communication_options: how tensors are packed, and how long to wait for other workers.
+
+    Examples:
+        >>> import phalanx as px
+        >>> strategy = px.MultiWorkerMirroredStrategy()
+        >>> strategy.cluster_resolver.cluster_spec().as_dict()
+        {}
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        if cluster_resolver is None:
+            cluster_resolver = TFConfigClusterResolver()
+        if not isinstance(cluster_resolver, ClusterResolver):
+            raise InvalidTypeError(
+                "cluster_resolver must be a px.cluster_resolver.ClusterResolver or None. "
+                f"Received: {cluster_resolver!r}"
+            )
+        options = as_communication_options(communication_options)
+        self._cluster_resolver = cluster_resolver
+        connection = _connect(cluster_resolver, options)
+        if connection is None:
+            super().__init__(SingleWorkerExtended(self, default_devices()))
+        else:
+            super().__init__(MultiWorkerExtended(self, connection, options))
+        devices = ", ".join(device_name(d) for d in self.extended._replica_devices if d is not None)
+        _log.info(
+            "MultiWorkerMirroredStrategy: %d replica(s), here %s", self.num_replicas_in_sync, devices
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Who the workers are."""
+        return self._cluster_resolver
+
+
+def _connect(resolver: ClusterResolver, options: CommunicationOptions) -> Connection | None:
+    """Meet the other workers; None if this process works alone."""
+    spec = resolver.cluster_spec()
+    task_type, task_id = resolver.task_type, resolver.task_id
+    if not spec or not spec.jobs:
+        return None
+    multi_worker.validate_cluster_spec(spec, task_type, task_id)
+    if task_type is None or task_id is None:
+        raise InvalidValueError(
+            "The cluster has several tasks, but the resolver does not say which of them this process "
+            f"is: its task_type and task_id must be set. Received: {spec}"
+        )
+    if task_type == "ps":
+        raise InvalidValueError(
+            "MultiWorkerMirroredStrategy has no parameter servers; a task of this strategy is a chief, "
+            f"a worker or an evaluator. Received: task_type={task_type!r}"
+        )
+    if task_type == "evaluator" or multi_worker.worker_count(spec, task_type) == 1:
+        return None
+    return connect_once(resolver, options.timeout_seconds)
+
+
+class SingleWorkerExtended(MirroredExtended):
+    """What the strategy does where there are no other workers."""
+
+    @property
+    def _wraps_values(self) -> bool:
+        return len(self._devices) > 1
 
 
 class MultiWorkerExtended(MirroredExtended):
     """What `MultiWorkerMirroredStrategy` does on one of several workers."""
 
     def __init__(
-        self,
-        container_strategy: Strategy,
-        worker: int,
-        span: Span,
-        options: CommunicationOptions | None,
+        self, container_strategy: Strategy, connection: Connection, options: CommunicationOptions
     ) -> None:
+        span = tuple(sorted(jax.devices(), key=lambda d: (d.process_index, d.id)))
         local = tuple(d for d in span if d.process_index == jax.process_index())
         super().__init__(container_strategy, local, CrossWorkerOps(local, span, options))
-        self._everywhere = span
-        self._worker, self._workers = worker, len(span) // len(local)
+        self._everywhere, self._connection = span, connection
 
     @property
     def _span(self) -> Span:
@@ -48,19 +131,36 @@ class MultiWorkerExtended(MirroredExtended):
 
     @property
     def _first_replica(self) -> int:
-        return self._worker * len(self._devices)
+        return self._everywhere.index(self._devices[0])
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each worker builds its own part of the computation: yes."""
+        return True
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this process initializes variables: all do, with the first worker's values."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process writes checkpoints: the first worker does."""
+        return self._connection.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries: the first worker does."""
+        return self._connection.rank == 0
+
+    # -- other workers ---------------------------------------------------------------------------
 
     @property
     def _input_worker(self) -> tuple[int, int]:
-        return self._workers, self._worker
+        return self._connection.size, self._connection.rank
 
-    def _numbers(self, mine: list[int]) -> np.ndarray[Any, Any]:
-        """Small numbers of all workers, one row each."""
-        row = jnp.asarray(np.array([mine], np.uint32))
-        rows = programs.all_gather([place(row, d) for d in self._devices], self._devices, 0, self._span)
-        return np.asarray(rows.values[0])[:: len(self._devices)]
-
-    # -- values that must agree ------------------------------------------------------------------
+    def _exchange(self, name: str, value: Any, given_up: threading.Event | None = None) -> list[Any]:
+        return self._connection.member.exchange(name, value, given_up=given_up)
 
     def _from_first(self, value: PerReplica) -> Any:
         if isinstance(value, SpmdPerReplica):
@@ -71,19 +171,20 @@ class MultiWorkerExtended(MirroredExtended):
     def _require_agreement(self, value: Any, what: str) -> None:
         if compat.is_staging() or any(compat.is_tracer(x) for x in jax.tree.leaves(value)):
             return
-        digests = self._numbers(_digest(value))
-        if (digests != digests[0]).any():
-            other = int(np.argmax((digests != digests[0]).any(axis=1)))
+        digests = self._exchange("values that must agree", [what, _digest(value)])
+        different = [i for i, other in enumerate(digests) if other != digests[0]]
+        if different:
             raise DivergenceError(
                 f"{what} would write different values on different workers, to copies that must stay "
-                "equal. Combine the values first, as with strategy.reduce. "
-                f"Received: values that differ between worker 0 and worker {other}; here {value!r}"
+                "equal. Combine the values first, as with strategy.reduce. Received: values that "
+                f"differ between worker 0 and worker {different[0]}; here {value!r}"
             )
 
     def _create_variable(self, spec: VariableSpec) -> Variable:
         def from_chief() -> jax.Array:
             values = [place(spec.value, d) for d in self._devices]
-            return programs.from_first(values, self._devices, self._span).values[0]
+            value: jax.Array = programs.from_first(values, self._devices, self._span).values[0]
+            return value
 
         # A thread of its own, because variables may be made while this one traces a program.
         with ThreadPoolExecutor(1, "phalanx-initial-value") as thread:
@@ -91,9 +192,9 @@ class MultiWorkerExtended(MirroredExtended):
         return super()._create_variable(dataclasses.replace(spec, value=value))
 
 
-def _digest(value: Any) -> list[int]:
+def _digest(value: Any) -> str:
     hashed = hashlib.sha256()
     for leaf in jax.tree.leaves(value):
         host = np.asarray(jax.random.key_data(leaf) if compat.is_key_array(leaf) else leaf)
         hashed.update(repr((host.shape, host.dtype.str)).encode() + host.tobytes())
-    return np.frombuffer(hashed.digest()[:8], np.uint32).tolist()
+    return hashed.hexdigest()

@@ -59,6 +59,8 @@ class ReplicatedExtended(DistributesInput):
             check_count(leaf, self._num_replicas_in_sync, "Strategy.run")
         program = lifting.current()
         everywhere = self._span or self._devices
+        if program is not None and self._span is not None:
+            program.spans_workers = True
         if len(everywhere) == 1:
             if program is not None:
                 program.device = self._devices[0]

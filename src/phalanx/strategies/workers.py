@@ -1,0 +1,64 @@
+"""This process among the workers of its cluster: one connection, and one ledger of programs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from phalanx.cluster import bootstrap
+from phalanx.cluster.hub.client import Member
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.core.errors import ContextError
+from phalanx.execution.meetings import Meeting
+from phalanx.execution.throttle import THROTTLE
+
+_lock = threading.Lock()
+_connected: list[tuple[Any, bootstrap.Connection]] = []
+
+
+def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap.Connection:
+    """The connection of this process; strategies of one cluster share it."""
+    who = (resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id)
+    with _lock:
+        if _connected:
+            known, connection = _connected[0]
+            if known != who:
+                raise ContextError(
+                    "This process is already a worker of another cluster, and cannot be one of two. "
+                    f"Received: {who[1]} {who[2]} of {who[0]}, after {known[1]} {known[2]} of {known[0]}"
+                )
+            return connection
+        connection = bootstrap.connect(resolver, deadline=deadline)
+        THROTTLE.ledger = WorkerLedger(connection.member)
+        _connected.append((who, connection))
+        return connection
+
+
+class WorkerLedger:
+    """Counts the programs that run on all workers, and compares each new one with the others."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._sequence = 0
+        self._known: dict[Hashable, dict[str, Any]] = {}
+
+    @contextmanager
+    def meet(self, meeting: Meeting) -> Iterator[None]:
+        """Make sure that all workers come to the same program; the program runs inside."""
+        member = self._member
+        member.check()
+        self._sequence += 1
+        details = self._known.get(meeting.key)
+        if details is None:
+            details = meeting.details()
+            member.agree(self._sequence, meeting.digest(details), details)
+            self._known[meeting.key] = details
+        member.status.begin(self._sequence, details)
+        with member.waiting(details["site"]):
+            yield
+
+    def begun(self, token: Any) -> None:
+        """The program was dispatched; `token` is ready when it has finished."""
+        self._member.status.pending = token
