@@ -1,7 +1,7 @@
 """Programs that run on several workers together: what they are, so that workers can compare them.
 
-XLA does not check that all workers run the same program. A `Meeting` says what a worker is about to run;
-who knows the other workers puts a `Ledger` into the throttle, which compares.
+XLA does not check that all workers run the same program. A `Meeting` says what a worker is about to
+run; who knows the other workers puts a `Ledger` into the throttle, which compares.
 """
 
 from __future__ import annotations

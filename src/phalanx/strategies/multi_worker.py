@@ -36,9 +36,9 @@ _log = logging.getLogger("phalanx")
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the devices of several workers, each a process of its own.
 
-    Every worker runs the same program. Each of its devices runs one replica, and variables have a copy on
-    every device of every worker, which are kept equal. Create the strategy at the top of the program: it
-    waits until all workers have come.
+    Every worker runs the same program. Each of its devices runs one replica, and variables have a copy
+    on every device of every worker, which are kept equal. Create the strategy at the top of the
+    program: it waits until all workers have come.
 
     Without a cluster, or with a single worker, it is like `MirroredStrategy`.
 
@@ -70,7 +70,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster_resolver = cluster_resolver
         connection = _connect(cluster_resolver, options)
         if connection is None:
-            super().__init__(SingleWorkerExtended(self, default_devices()))
+            super().__init__(MirroredExtended(self, default_devices()))
         else:
             super().__init__(MultiWorkerExtended(self, connection, options))
         devices = ", ".join(device_name(d) for d in self.extended._replica_devices if d is not None)
@@ -104,14 +104,6 @@ def _connect(resolver: ClusterResolver, options: CommunicationOptions) -> Connec
     if task_type == "evaluator" or multi_worker.worker_count(spec, task_type) == 1:
         return None
     return connect_once(resolver, options.timeout_seconds)
-
-
-class SingleWorkerExtended(MirroredExtended):
-    """What the strategy does where there are no other workers."""
-
-    @property
-    def _wraps_values(self) -> bool:
-        return len(self._devices) > 1
 
 
 class MultiWorkerExtended(MirroredExtended):

@@ -27,7 +27,8 @@ def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap
             if known != who:
                 raise ContextError(
                     "This process is already a worker of another cluster, and cannot be one of two. "
-                    f"Received: {who[1]} {who[2]} of {who[0]}, after {known[1]} {known[2]} of {known[0]}"
+                    f"Received: {who[1]} {who[2]} of {who[0]}, "
+                    f"after {known[1]} {known[2]} of {known[0]}"
                 )
             return connection
         connection = bootstrap.connect(resolver, deadline=deadline)
