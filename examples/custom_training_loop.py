@@ -9,7 +9,7 @@ The letters stand at the lines below.
       TensorFlow                                            Phalanx
     A tf.distribute.MirroredStrategy()                      px.MirroredStrategy()
     B with strategy.scope():                                the same
-    C strategy.experimental_distribute_dataset(dataset)     distribute(strategy, data, order), below
+    C tf.data.Dataset, experimental_distribute_dataset      px.data.Dataset, the same
     D tf.Variable                                           px.Variable
     E tf.keras.optimizers.Adam(0.01)                        px.train.Optimizer(optax.adam(0.01))
     F tf.keras.metrics.Mean()                               px.train.Mean()
@@ -71,22 +71,18 @@ def make_data(examples, seed):
     return points.astype(np.float32), labels.astype(np.int32)
 
 
-def distribute(strategy, data, order):
-    """Cut the data into global batches, and each batch into one part per replica."""
-    for start in range(0, len(order), GLOBAL_BATCH_SIZE):
-        rows = np.split(order[start : start + GLOBAL_BATCH_SIZE], strategy.num_replicas_in_sync)
-
-        def part(context, rows=rows):
-            mine = rows[context.replica_id_in_sync_group]
-            return tuple(jnp.asarray(array[mine]) for array in data)
-
-        yield strategy.experimental_distribute_values_from_function(part)  # C
+def make_datasets(strategy):
+    """Training and test data in global batches, divided over the replicas."""
+    train = px.data.Dataset.from_tensor_slices(make_data(512, seed=1))  # C
+    train = train.shuffle(512, seed=3).batch(GLOBAL_BATCH_SIZE)
+    test = px.data.Dataset.from_tensor_slices(make_data(128, seed=2)).batch(GLOBAL_BATCH_SIZE)
+    return tuple(strategy.experimental_distribute_dataset(dataset) for dataset in (train, test))
 
 
 def main():
     options = parse_options("The custom training loop of tf.distribute.")
     strategy = make_strategy(options.strategy, options.replicas)
-    train_data, test_data = make_data(512, seed=1), make_data(128, seed=2)
+    train_data, test_data = make_datasets(strategy)
 
     with strategy.scope():  # B
         first, second = jax.random.split(jax.random.key(0))
@@ -140,13 +136,12 @@ def main():
     def distributed_test_step(inputs):
         strategy.run(test_step, args=(inputs,))
 
-    shuffle = np.random.default_rng(3)
     for epoch in range(EPOCHS):
         total_loss, batches = 0.0, 0
-        for inputs in distribute(strategy, train_data, shuffle.permutation(512)):
+        for inputs in train_data:
             total_loss += distributed_train_step(inputs)
             batches += 1
-        for inputs in distribute(strategy, test_data, np.arange(128)):
+        for inputs in test_data:
             distributed_test_step(inputs)
         print(
             f"epoch {epoch + 1}: loss {total_loss / batches:.6f}, "

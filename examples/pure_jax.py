@@ -2,9 +2,10 @@
 
     python examples/pure_jax.py --strategy mirrored --replicas 4
 
-Modules of Equinox are pytrees. The model and the optimizer's state are arguments and results of the step. `jax.jit` compiles the whole step,
-`strategy.run` included. What the step returns holds one value per replica and is given to the next step
-as it is. Gradients are summed over replicas, so all copies of the parameters stay equal.
+Modules of Equinox are pytrees. The model and the optimizer's state are arguments and results of the
+step. `jax.jit` compiles the whole step, `strategy.run` included. What the step returns holds one value
+per replica and is given to the next step as it is. Gradients are summed over replicas, so all copies of
+the parameters stay equal.
 
 The losses are those of custom_training_loop.py, under every strategy.
 """
@@ -22,8 +23,7 @@ from custom_training_loop import (
     FEATURES,
     GLOBAL_BATCH_SIZE,
     HIDDEN,
-    distribute,
-    make_data,
+    make_datasets,
     make_strategy,
     parse_options,
 )
@@ -89,16 +89,13 @@ def main():
     state = on_every_replica(optimizer.init(model))
     model = on_every_replica(model)
 
-    train_data, test_data = make_data(512, seed=1), make_data(128, seed=2)
-    shuffle = np.random.default_rng(3)
+    train_data, test_data = make_datasets(strategy)
     for epoch in range(EPOCHS):
         losses = []
-        for batch in distribute(strategy, train_data, shuffle.permutation(512)):
+        for batch in train_data:
             model, state, loss = train_step(model, state, batch)
             losses.append(float(loss))
-        test_losses = [
-            float(test_step(model, batch)) for batch in distribute(strategy, test_data, np.arange(128))
-        ]
+        test_losses = [float(test_step(model, batch)) for batch in test_data]
         print(f"epoch {epoch + 1}: loss {np.mean(losses):.6f}, test loss {sum(test_losses) / 128:.6f}")
 
 

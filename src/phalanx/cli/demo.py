@@ -88,16 +88,11 @@ def loss_and_gradients(
     return jax.value_and_grad(loss)(parameters)
 
 
-def split_batch(strategy: px.Strategy, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Any:
-    """Give each replica its part of a global batch."""
-    xs = np.array_split(x, strategy.num_replicas_in_sync)
-    ys = np.array_split(y, strategy.num_replicas_in_sync)
-
-    def part(context: px.experimental.ValueContext) -> tuple[jax.Array, jax.Array]:
-        i = context.replica_id_in_sync_group
-        return jnp.asarray(xs[i]), jnp.asarray(ys[i])
-
-    return strategy.experimental_distribute_values_from_function(part)
+def batches(strategy: px.Strategy, data: Digits) -> px.DistributedDataset:
+    """Shuffled global batches of the training data; the last one is smaller."""
+    dataset = px.data.Dataset.from_tensor_slices((data.train_x, data.train_y))
+    shuffled = dataset.shuffle(len(data.train_x), seed=1).batch(GLOBAL_BATCH)
+    return strategy.experimental_distribute_dataset(shuffled)
 
 
 def train(strategy: px.Strategy, data: Digits, epochs: int, progress: Progress) -> Outcome:
@@ -122,23 +117,23 @@ def train(strategy: px.Strategy, data: Digits, epochs: int, progress: Progress) 
         momentum.assign(MOMENTUM * momentum + gradient)
         weight.assign_sub(LEARNING_RATE * momentum)
 
+    @px.function
+    def train_step(x: Any, y: Any) -> Any:
+        per_replica = strategy.run(step, args=(x, y))
+        return strategy.reduce(px.ReduceOp.SUM, per_replica, axis=None)
+
     started = time.perf_counter()
     losses = []
     count = len(data.train_x)
     steps = -(-count // GLOBAL_BATCH)
     task = progress.add_task(describe(strategy), total=epochs * steps, loss="")
-    rng = np.random.default_rng(1)
+    dataset = batches(strategy, data)
     for _ in range(epochs):
-        order = rng.permutation(count)
         total = 0.0
-        for start in range(0, count, GLOBAL_BATCH):
-            rows = order[start : start + GLOBAL_BATCH]
-            batch = split_batch(strategy, data.train_x[rows], data.train_y[rows])
-            per_replica = strategy.run(step, args=batch)
-            loss = strategy.reduce(px.ReduceOp.SUM, per_replica, axis=None)
-            total += float(loss) * GLOBAL_BATCH / count
+        for batch in dataset:
+            total += train_step(*batch) * GLOBAL_BATCH / count
             progress.advance(task)
-        losses.append(total)
+        losses.append(float(total))
         progress.update(task, loss=f"loss {total:.4f}")
 
     final = [w.value() for w in weights]
@@ -158,7 +153,7 @@ def placement_table(strategy: px.Strategy, data: Digits) -> Table:
     table = Table(title="A global batch of 64 examples on the replicas")
     for column in ("replica", "device", "examples", "labels"):
         table.add_column(column)
-    _, labels = split_batch(strategy, data.train_x[:GLOBAL_BATCH], data.train_y[:GLOBAL_BATCH])
+    _, labels = next(iter(batches(strategy, data)))
     results = strategy.experimental_local_results(labels)
     for i, (device, part) in enumerate(zip(strategy.extended.worker_devices, results, strict=True)):
         shown = " ".join(str(v) for v in np.asarray(part)[:8])

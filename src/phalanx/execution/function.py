@@ -177,7 +177,8 @@ class Function:
 
     def _say_eager(self, why: str, remedy: str) -> None:
         _say_once(
-            f"{self.__name__} runs eagerly, one replica after the other, because {why}. {remedy}."
+            f"{self.__name__} runs eagerly for these arguments, one replica after the other, because "
+            f"{why}. {remedy}."
         )
 
     def _check_signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
