@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import phalanx as px
 from phalanx.data.files.records import frame
 from phalanx.data.node import Cursor, Run, open_plan
+from phalanx.data.sharding import divide
 
 
 @pytest.fixture(scope="module")
@@ -249,10 +250,10 @@ def test_reading_can_be_a_function_of_names(folder: Path) -> None:
 # -- what distribution asks --------------------------------------------------------------
 
 
-def read_all(cursor: Cursor) -> list[bytes]:
-    read: list[bytes] = []
+def read_all(cursor: Cursor) -> list[Any]:
+    read: list[Any] = []
     while (chunk := cursor.read(100)) is not None:
-        read += chunk.columns[0].tolist()
+        read += list(chunk.columns[0])
     cursor.close()
     return read
 
@@ -293,6 +294,30 @@ def test_listed_files_are_the_source_themselves(folder: Path) -> None:
     assert node.inputs[0].is_file_source
     assert sorted(node.inputs[0].files) == names
     assert read_all(open_plan(node, Run())) == [b"0.0", b"1.0"]
+
+
+@pytest.mark.parametrize("kind", ["names", "parallel", "shuffled", "listed", "interleaved"])
+def test_workers_share_the_files(folder: Path, kind: str) -> None:
+    for old in folder.glob("*.tfrecord"):
+        old.unlink()
+    names = write(folder, [3, 1, 4, 2, 5])
+    slices = px.data.Dataset.from_tensor_slices(names)
+    listed = px.data.Dataset.list_files(str(folder / "*.tfrecord"), shuffle=False)
+    dataset = {
+        "names": lambda: px.data.TFRecordDataset(names),
+        "parallel": lambda: px.data.TFRecordDataset(names, num_parallel_reads=2),
+        "shuffled": lambda: px.data.TFRecordDataset(slices.shuffle(5, seed=1)),
+        "listed": lambda: px.data.TFRecordDataset(listed),
+        "interleaved": lambda: listed.interleave(px.data.TFRecordDataset, cycle_length=2),
+    }[kind]()
+    read: list[list[bytes]] = []
+    for worker in range(2):
+        node, division = divide(dataset.batch(2)._node, "AUTO", 2, worker, 1)
+        assert division.policy == "FILE"
+        read.append([record for batch in read_all(open_plan(node, Run())) for record in batch])
+    files = [{record.split(b".")[0] for record in part} for part in read]
+    assert not files[0] & files[1]
+    assert sorted(read[0] + read[1]) == sorted(in_turn([3, 1, 4, 2, 5], 1))
 
 
 def test_arguments(folder: Path) -> None:

@@ -107,6 +107,15 @@ class FileSource(Node):
         """The spec of the format."""
         return self.format.spec
 
+    def known_spec(self) -> Any:
+        """The spec of the format."""
+        return self.format.spec
+
+    @property
+    def element_spec(self) -> Any:
+        """The spec of the format."""
+        return self.format.spec
+
     def size(self, *inputs: int) -> int:
         """The number of elements of all files, if that can be known without reading them."""
         if self.inputs:
