@@ -109,6 +109,15 @@ def test_rows_of_several_files(
     cursor.close()
 
 
+def test_names_from_a_dataset(folder: Path) -> None:
+    write(folder / "one.parquet", {"x": [1, 2]})
+    names = px.data.Dataset.from_tensor_slices([str(folder / "one.parquet")]).repeat()
+    rows = px.data.ParquetDataset(names).take(3)
+    assert [int(row["x"]) for row in rows] == [1, 2, 1]
+    with pytest.raises(px.errors.InvalidValueError, match="at least one file"):
+        px.data.ParquetDataset(names.take(0))
+
+
 def test_files_must_agree(folder: Path) -> None:
     write(folder / "one.parquet", {"x": [1, 2]})
     write(folder / "two.parquet", {"x": [1.5]})

@@ -254,12 +254,9 @@ class ParquetDataset(Dataset):
         names, inputs = files.named_files(filenames)
         if isinstance(columns, str):
             raise InvalidTypeError(f"columns must be a list of names. Received: {columns!r}")
-        if names is None:
-            names = files.FileSource(inputs, None, None).files  # type: ignore[arg-type]
-        if not names:
+        first = next(files.names_in(inputs[0]) if inputs else iter(names or ()), None)
+        if first is None:
             raise InvalidValueError("ParquetDataset needs at least one file. Received: no names")
-        chosen = parquet_format(names[0], columns)
-        kept = None if inputs else names
-        super().__init__(
-            files.FileSource(inputs, chosen, kept, files.check_parallel(num_parallel_reads))
-        )
+        chosen = parquet_format(first, columns)
+        parallel = files.check_parallel(num_parallel_reads)
+        super().__init__(files.FileSource(inputs, chosen, names, parallel))

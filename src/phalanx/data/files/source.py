@@ -142,11 +142,7 @@ class FileSource(Node):
         """The names, each once if a plan yields them."""
         if not self.inputs:
             return self.names or ()
-        with_all = Names(self, Run())
-        try:
-            return tuple(dict.fromkeys(with_all))
-        finally:
-            with_all.cursor.close()
+        return tuple(dict.fromkeys(names_in(self.inputs[0], self.names)))
 
     def with_files(self, files: Sequence[str]) -> Node:
         """The same source over other files; if a plan yields the names, over these of them."""
@@ -165,9 +161,6 @@ class Names:
         self._names = _from_plan(self.cursor, node.names) if node.inputs else iter(node.names or ())
         self._format = node.format
 
-    def __iter__(self) -> Iterator[str]:
-        return self._names
-
     def open_next(self) -> FileReader | None:
         """The next file, opened; None if there are no more."""
         name = next(self._names, None)
@@ -180,6 +173,15 @@ def _from_plan(cursor: Cursor, only: tuple[str, ...] | None) -> Iterator[str]:
         name = as_name(chunk.element(0)[0])
         if wanted is None or name in wanted:
             yield name
+
+
+def names_in(node: Node, only: tuple[str, ...] | None = None) -> Iterator[str]:
+    """The names that a plan yields."""
+    cursor = open_plan(node, Run())
+    try:
+        yield from _from_plan(cursor, only)
+    finally:
+        cursor.close()
 
 
 class SequentialCursor(Cursor):
@@ -274,7 +276,7 @@ def _named_by_plan(dataset: Dataset) -> tuple[tuple[str, ...] | None, tuple[Node
             f"A dataset of file names must have strings for elements. Received: elements of {spec}"
         )
     if node.cardinality >= 0:
-        check_files(FileSource((node,), None, None).files)  # type: ignore[arg-type]
+        check_files(list(names_in(node)))
     return None, (node,)
 
 
