@@ -10,7 +10,9 @@ from phalanx.core.options import CommunicationImplementation as CollectiveCommun
 from phalanx.core.options import collective_hints as CollectiveHints  # noqa: N812
 from phalanx.data.optional import Optional
 from phalanx.strategies.central_storage import CentralStorageStrategy
-from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
+from phalanx.strategies.multi_worker import (
+    OldMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from phalanx.strategies.tpu import TPUStrategy
 
 __all__ = [

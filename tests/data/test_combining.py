@@ -47,6 +47,13 @@ def test_zipping_stops_with_the_shortest(a: int, b: int, batch: int) -> None:
     assert found == [(i, 2 * i + 1) for i in range(min(a, b))]
 
 
+def test_zipping_reads_no_further_than_the_shortest() -> None:
+    calls: list[int] = []
+    pairs = D.zip(D.range(10).map(lambda x: calls.append(1) or x), D.range(3))
+    assert len(list(pairs.batch(5))) == 1
+    assert len(calls) == 5
+
+
 def test_concatenating() -> None:
     assert ints(D.range(2).concatenate(D.range(5, 7)).concatenate(D.range(1))) == [0, 1, 5, 6, 0]
     assert ints(D.range(0).concatenate(D.range(2))) == [0, 1]

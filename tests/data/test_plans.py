@@ -34,7 +34,7 @@ moving = st.one_of(
     ),
 )
 grouping = st.one_of(
-    st.tuples(st.just("batch"), st.tuples(st.integers(1, 5), st.just(True))),
+    st.tuples(st.just("batch"), st.tuples(st.integers(1, 5), st.booleans())),
     st.tuples(st.just("rebatch"), st.tuples(st.lists(st.integers(1, 4), min_size=1, max_size=3))),
     st.tuples(st.just("unbatch"), st.just(())),
 )
@@ -73,7 +73,8 @@ def build(source: Any, plan: list[Step]) -> Any:
         if (name in ("unbatch", "rebatch") and depth == 0) or (name == "batch" and not equal):
             continue
         depth += {"batch": 1, "unbatch": -1}.get(name, 0)
-        equal = name == "unbatch" or (equal and name != "rebatch")
+        uneven = name == "rebatch" or (name == "batch" and not step[1][1])
+        equal = name == "unbatch" or (equal and not uneven)
         source = add(source, step)
     return source
 

@@ -145,7 +145,6 @@ class _ShardCursor(Cursor):
         chunk = read_exactly(self.inputs[0], (limit - 1) * self._step + 1)
         if chunk is None:
             return None
-        self._before = self._step - 1 - (chunk.count - 1) % self._step
         return chunk.take(np.arange(0, chunk.count, self._step))
 
     def skip(self, count: int) -> int:

@@ -144,7 +144,6 @@ class _ShuffleCursor(Cursor):
             self._order = np.arange(len(wanted))
         if len(wanted):
             self._buffer = _own([self._fetch(wanted)])
-        self.inputs[0].skip(numbers.position - self._read_up_to)
         return skipped
 
     _read_up_to = 0

@@ -21,7 +21,11 @@ from phalanx.collectives.cross_worker_ops import CrossWorkerOps
 from phalanx.core import compat
 from phalanx.core.devices import default_devices, device_name
 from phalanx.core.errors import DivergenceError, InvalidTypeError, InvalidValueError
-from phalanx.core.options import CommunicationOptions, as_communication_options
+from phalanx.core.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    as_communication_options,
+)
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import PerReplica, Span, place
@@ -33,7 +37,47 @@ from phalanx.strategies.workers import connect_once
 _log = logging.getLogger("phalanx")
 
 
-class MultiWorkerMirroredStrategy(Strategy):
+class OldMultiWorkerMirroredStrategy(Strategy):
+    """`MultiWorkerMirroredStrategy` with the arguments that it had before TensorFlow 2.4.
+
+    Args:
+        communication: a `px.experimental.CommunicationImplementation` or its name.
+        cluster_resolver: who the workers are; by default TF_CONFIG.
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+    ) -> None:
+        self._start(cluster_resolver, CommunicationOptions(implementation=communication))
+
+    def _start(self, cluster_resolver: ClusterResolver | None, options: CommunicationOptions) -> None:
+        if cluster_resolver is None:
+            cluster_resolver = TFConfigClusterResolver()
+        if not isinstance(cluster_resolver, ClusterResolver):
+            raise InvalidTypeError(
+                "cluster_resolver must be a px.cluster_resolver.ClusterResolver or None. "
+                f"Received: {cluster_resolver!r}"
+            )
+        self._cluster_resolver = cluster_resolver
+        connection = _connect(cluster_resolver, options)
+        if connection is None:
+            super().__init__(MirroredExtended(self, default_devices()))
+        else:
+            super().__init__(MultiWorkerExtended(self, connection, options))
+        devices = ", ".join(device_name(d) for d in self.extended._replica_devices if d is not None)
+        _log.info(
+            "MultiWorkerMirroredStrategy: %d replica(s), here %s", self.num_replicas_in_sync, devices
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Who the workers are."""
+        return self._cluster_resolver
+
+
+class MultiWorkerMirroredStrategy(OldMultiWorkerMirroredStrategy):
     """Synchronous training on the devices of several workers, each a process of its own.
 
     Every worker runs the same program. Each of its devices runs one replica, and variables have a copy
@@ -59,29 +103,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
-        if cluster_resolver is None:
-            cluster_resolver = TFConfigClusterResolver()
-        if not isinstance(cluster_resolver, ClusterResolver):
-            raise InvalidTypeError(
-                "cluster_resolver must be a px.cluster_resolver.ClusterResolver or None. "
-                f"Received: {cluster_resolver!r}"
-            )
-        options = as_communication_options(communication_options)
-        self._cluster_resolver = cluster_resolver
-        connection = _connect(cluster_resolver, options)
-        if connection is None:
-            super().__init__(MirroredExtended(self, default_devices()))
-        else:
-            super().__init__(MultiWorkerExtended(self, connection, options))
-        devices = ", ".join(device_name(d) for d in self.extended._replica_devices if d is not None)
-        _log.info(
-            "MultiWorkerMirroredStrategy: %d replica(s), here %s", self.num_replicas_in_sync, devices
-        )
-
-    @property
-    def cluster_resolver(self) -> ClusterResolver:
-        """Who the workers are."""
-        return self._cluster_resolver
+        self._start(cluster_resolver, as_communication_options(communication_options))
 
 
 def _connect(resolver: ClusterResolver, options: CommunicationOptions) -> Connection | None:

@@ -15,9 +15,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from importlib import metadata
 from typing import Any
-
-import jax
 
 import phalanx
 from phalanx.cluster.hub import dialling
@@ -43,7 +42,7 @@ def versions() -> dict[str, str]:
     """What must be, or should be, the same on all workers."""
     return {
         "phalanx": str(getattr(phalanx, "__version__", "")),
-        "jax": jax.__version__,
+        "jax": metadata.version("jax"),
         "python": platform.python_version(),
     }
 
@@ -183,19 +182,39 @@ class Member:
                 self._changed.wait_for(lambda: key in self._exchanged or self._failure, timeout)
         return self._exchanged.pop(key, None) is not None
 
-    def exchange(self, name: str, value: Any, timeout: float | None = None) -> list[Any]:
+    def exchange(
+        self,
+        name: str,
+        value: Any,
+        timeout: float | None = None,
+        given_up: threading.Event | None = None,
+    ) -> list[Any]:
         """Give `value` to all workers and get theirs, by rank; None for workers that have finished.
 
         Values must be small and as JSON has them. All workers must exchange under the same names in the
-        same order.
+        same order. If `given_up` is given, the call is made ahead, by another thread than the one that
+        trains: it is not shown as waiting, and once the event is set it returns what it knows.
         """
         self.check()
         count = self._exchange_counts[name] = self._exchange_counts.get(name, 0) + 1
         key = f"{name}#{count}"
         self._send({"type": "post", "name": key, "value": value})
+        if given_up is not None:
+            return self._exchange_ahead(key, value, given_up)
         with self.waiting(""):
             self._wait_for(lambda: key in self._exchanged, f"the exchange {name!r}", timeout)
         return self._exchanged.pop(key)
+
+    def _exchange_ahead(self, key: str, value: Any, given_up: threading.Event) -> list[Any]:
+        """Wait as long as it takes: the thread that trains has the deadline."""
+        while not given_up.is_set():
+            with self._changed:
+                done = lambda: key in self._exchanged or self._failure is not None  # noqa: E731
+                if not self._changed.wait_for(done, _INTERVAL):
+                    continue
+            self.check()
+            return self._exchanged.pop(key)
+        return [value]
 
     def agree(self, sequence: int, digest: str, details: Any, timeout: float | None = None) -> None:
         """Wait until all workers have come to program `sequence` with the same digest.
