@@ -146,19 +146,20 @@ class _ShuffleCursor(Cursor):
             self._buffer = _own([self._fetch(wanted)])
         return skipped
 
-    _read_up_to = 0
-
     def _fetch(self, wanted: Indices) -> Chunk:
-        """The elements at some positions of the input, in their order; all others are skipped."""
+        """The elements at some positions of the input, in their order; all others are skipped.
+
+        The element that was put into the buffer last is among them, so the input is read up to there.
+        """
         order = np.argsort(wanted)
         ordered = wanted[order]
-        chunks = []
+        chunks, position = [], 0
         for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1):
-            self.inputs[0].skip(int(run[0]) - self._read_up_to)
+            self.inputs[0].skip(int(run[0]) - position)
             chunk = read_exactly(self.inputs[0], len(run))
             assert chunk is not None
             chunks.append(chunk)
-            self._read_up_to = int(run[-1]) + 1
+            position = int(run[-1]) + 1
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
         return Chunk.concat(chunks).take(places)
