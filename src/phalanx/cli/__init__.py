@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import phalanx
 from phalanx.cli.arguments import positive
+from phalanx.cli.inspect import add_doctor_parser, add_explain_parser
 from phalanx.cli.run import add_run_parser
 from phalanx.core.errors import PhalanxError
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--epochs", type=positive, default=15, help="passes over the data (default: 15)")
     demo.set_defaults(function=_demo)
     add_run_parser(commands)
+    add_explain_parser(commands)
+    add_doctor_parser(commands)
     options = parser.parse_args(argv)
     try:
         return int(options.function(options))
@@ -39,7 +42,3 @@ def _demo(options: argparse.Namespace) -> int:
     from phalanx.cli.demo import run_demo
 
     return run_demo(replicas=options.replicas, epochs=options.epochs)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,32 @@
-"""Kinds of arguments on the command line."""
+"""Arguments that commands have in common."""
 
 from __future__ import annotations
 
 import argparse
 import math
 
-__all__ = ["count", "positive", "seconds"]
+from phalanx.cluster.launch.resolve import parse_arguments, parse_task, resolved
+from phalanx.cluster.resolvers import ClusterResolver
+
+__all__ = ["add_resolver_arguments", "count", "positive", "resolver_of", "seconds"]
+
+
+def add_resolver_arguments(group: argparse._ActionsContainer) -> None:
+    """Add what belongs to the argument ``--resolver``."""
+    group.add_argument(
+        "--resolver-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of the resolver's class, such as port_base=8888",
+    )
+    group.add_argument("--task", metavar="TYPE:INDEX", help="this task, if the resolver cannot know it")
+
+
+def resolver_of(options: argparse.Namespace) -> ClusterResolver:
+    """The resolver that the command line asks for."""
+    task = None if options.task is None else parse_task(options.task)
+    return resolved(options.resolver, parse_arguments(options.resolver_arg), task)
 
 
 def count(text: str) -> int:

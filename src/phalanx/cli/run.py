@@ -10,13 +10,19 @@ from pathlib import Path
 
 import jax
 
-from phalanx.cli.arguments import count, positive, seconds
+from phalanx.cli.arguments import (
+    add_resolver_arguments,
+    count,
+    positive,
+    resolver_of,
+    seconds,
+)
 from phalanx.cli.terminal import JobView
 from phalanx.cluster.launch.job import Hosts, Job, placed_tasks, planned_commands, run_job
 from phalanx.cluster.launch.plan import job_tasks, task_environment
 from phalanx.cluster.launch.policy import Patience
 from phalanx.cluster.launch.remote import shell_text
-from phalanx.cluster.launch.resolve import RESOLVERS, parse_arguments, parse_task, resolved_config
+from phalanx.cluster.launch.resolve import RESOLVERS, resolved_config
 from phalanx.core.errors import InvalidValueError, NotFoundError
 
 __all__ = ["add_run_parser", "run"]
@@ -114,14 +120,7 @@ def _add_places(group: argparse._ArgumentGroup) -> None:
         help="become one task of a cluster that others have started: ask who this process is, and run "
         "the program in its place",
     )
-    group.add_argument(
-        "--resolver-arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an argument of the resolver's class, such as port_base=8888",
-    )
-    group.add_argument("--task", metavar="TYPE:INDEX", help="this task, if the resolver cannot know it")
+    add_resolver_arguments(group)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -202,10 +201,8 @@ def _show(job: Job) -> int:
 
 
 def _become_task(options: argparse.Namespace, argv: list[str]) -> int:
-    task = None if options.task is None else parse_task(options.task)
-    config = resolved_config(options.resolver, parse_arguments(options.resolver_arg), task)
     settings = {
-        "config": config,
+        "config": resolved_config(resolver_of(options)),
         "hub": os.environ.get("PHALANX_HUB"),
         "token": os.environ.get("PHALANX_TOKEN"),
         "devices": options.devices_per_worker,

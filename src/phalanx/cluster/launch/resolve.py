@@ -13,12 +13,13 @@ from phalanx.cluster.resolvers import (
     GCEClusterResolver,
     KubernetesClusterResolver,
     SageMakerClusterResolver,
+    SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
 from phalanx.core.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
 
-__all__ = ["RESOLVERS", "parse_arguments", "parse_task", "resolved_config"]
+__all__ = ["RESOLVERS", "parse_arguments", "parse_task", "resolved", "resolved_config"]
 
 RESOLVERS: dict[str, type[ClusterResolver]] = {
     "gce": GCEClusterResolver,
@@ -64,8 +65,8 @@ def parse_task(text: str) -> Task:
     return Task(kind, int(index))
 
 
-def resolved_config(name: str, arguments: Mapping[str, Any], task: Task | None) -> str:
-    """The value of TF_CONFIG for this process, from the resolver with this name.
+def resolved(name: str, arguments: Mapping[str, Any], task: Task | None) -> SimpleClusterResolver:
+    """The cluster and the task of this process, from the resolver with this name.
 
     Args:
         name: one of `RESOLVERS`.
@@ -90,4 +91,16 @@ def resolved_config(name: str, arguments: Mapping[str, Any], task: Task | None) 
             f"Say it with --task worker:0. Received: {cluster}, task type {kind!r}, index {index!r}"
         )
     validate_cluster_spec(cluster, kind, index)
-    return json.dumps({"cluster": cluster.as_dict(), "task": {"type": kind, "index": index}})
+    return SimpleClusterResolver(cluster, task_type=kind, task_id=index)
+
+
+def resolved_config(resolver: ClusterResolver) -> str:
+    """The value of TF_CONFIG that says the same as a resolver.
+
+    >>> from phalanx.cluster import ClusterSpec
+    >>> cluster = ClusterSpec({"worker": ["host0:2222"]})
+    >>> resolved_config(SimpleClusterResolver(cluster, task_type="worker", task_id=0))
+    '{"cluster": {"worker": ["host0:2222"]}, "task": {"type": "worker", "index": 0}}'
+    """
+    task = {"type": resolver.task_type, "index": resolver.task_id}
+    return json.dumps({"cluster": resolver.cluster_spec().as_dict(), "task": task})

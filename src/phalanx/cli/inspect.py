@@ -1,0 +1,78 @@
+"""``phalanx explain`` and ``phalanx doctor``: what a job does, and what may be wrong with a cluster."""
+
+from __future__ import annotations
+
+import argparse
+
+from phalanx.cli.arguments import add_resolver_arguments, resolver_of, seconds
+from phalanx.cluster.doctor import doctor
+from phalanx.cluster.explain import explain
+from phalanx.cluster.launch.resolve import RESOLVERS
+
+__all__ = ["add_doctor_parser", "add_explain_parser"]
+
+_EXPLAIN = """\
+Show what the workers of a running job do: a table with the phase, the step and the last call of each,
+and their Python stacks. The exit code is 0 if the job is well, 1 if it has failed, and 2 if it cannot
+be found or asked.
+"""
+
+_DOCTOR = """\
+Examine this machine and the cluster that TF_CONFIG or a resolver describes: versions, names, ports, the
+token, the hub and the environment. With --together, started on all workers at the same time, they also
+compare what they have and try to reach each other. The exit code is 0 if nothing is wrong, and 1 if
+something is.
+"""
+
+
+def add_explain_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``phalanx explain`` to the command line."""
+    parser = commands.add_parser(
+        "explain", help="show what a running job does", description=_EXPLAIN, allow_abbrev=False
+    )
+    parser.add_argument(
+        "job",
+        nargs="?",
+        help="the name of the program, the process id of the launcher, or the host:port of the hub, "
+        "whose token is then taken from PHALANX_TOKEN (default: the only job of this user here)",
+    )
+    parser.add_argument("--no-stacks", action="store_true", help="show the table only")
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=5.0,
+        metavar="S",
+        help="how long workers may take to answer (default: %(default)g seconds)",
+    )
+    parser.set_defaults(function=_explain)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    return explain(options.job, stacks=not options.no_stacks, timeout=options.timeout)
+
+
+def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``phalanx doctor`` to the command line."""
+    parser = commands.add_parser(
+        "doctor", help="examine a cluster", description=_DOCTOR, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="compare with the other workers, which run this too"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        help="how long to wait for the others (default: %(default)g seconds)",
+    )
+    parser.add_argument(
+        "--resolver", choices=sorted(RESOLVERS), help="what describes the cluster (default: TF_CONFIG)"
+    )
+    add_resolver_arguments(parser)
+    parser.set_defaults(function=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    resolver = None if options.resolver is None else resolver_of(options)
+    return doctor(resolver, together=options.together, timeout=options.timeout)
