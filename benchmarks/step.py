@@ -503,7 +503,7 @@ def _overhead(function: Any, x: Any, calls: int) -> dict[str, float]:
     dispatch = THROTTLE.dispatch
     seen: dict[str, Any] = {}
 
-    def dispatch_timed(compiled: Callable[..., Any], *args: Any) -> Any:
+    def dispatch_timed(compiled: Callable[..., Any], *args: Any, **meeting: Any) -> Any:
         def timed(*args: Any) -> Any:
             begin = time.perf_counter()
             result = compiled(*args)
@@ -511,7 +511,7 @@ def _overhead(function: Any, x: Any, calls: int) -> dict[str, float]:
             seen.update(program=compiled, more=args[1:], result=result)
             return result
 
-        return dispatch(timed, *args)
+        return dispatch(timed, *args, **meeting)
 
     function(x).block_until_ready()
     around, inside, whole, bare = [], [], [], []

@@ -105,7 +105,8 @@ class BatchCursor(Cursor):
             return None
         full = chunk.count // self._size
         if full == 0:
-            return None if self._drop else self._batches(chunk, 1)
+            # Behind what is left out is the end, or what is wrong with the input.
+            return self.read(limit) if self._drop else self._batches(chunk, 1)
         if full * self._size < chunk.count:
             self._rest = chunk.rows(full * self._size, chunk.count)
         return self._batches(chunk.rows(0, full * self._size), full)

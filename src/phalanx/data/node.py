@@ -10,6 +10,7 @@ numbers are just another column. `open_plan` decides; cursors open their inputs 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import InvalidValueError
+from phalanx.core.errors import DataLossError, InvalidValueError
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column, Indices, gather_all
 from phalanx.data.elements import structure_of
@@ -110,14 +111,19 @@ class Cursor:
 
 
 def read_exactly(cursor: Cursor, count: int) -> Chunk | None:
-    """`count` elements in one chunk, fewer only at the end; None if there are none left."""
+    """`count` elements in one chunk, fewer only at the end; None if there are none left.
+
+    Damaged data is an end too: what comes before it is given first. It is raised by the next read,
+    because sources raise it again and again.
+    """
     first = cursor.read(count)
     if first is None or first.count == count:
         return first
     chunks, have = [first], first.count
-    while have < count and (chunk := cursor.read(count - have)) is not None:
-        chunks.append(chunk)
-        have += chunk.count
+    with contextlib.suppress(DataLossError):
+        while have < count and (chunk := cursor.read(count - have)) is not None:
+            chunks.append(chunk)
+            have += chunk.count
     return Chunk.concat(chunks)
 
 

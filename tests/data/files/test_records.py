@@ -173,6 +173,20 @@ def test_a_truncated_file(
         assert "the file ends in the middle of it" in error
 
 
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
+def test_batches_before_damage(folder: Path, size: int, drop_remainder: bool) -> None:
+    records = [bytes([65 + i]) * (i + 1) for i in range(7)]
+    path = folder / "cut.tfrecord"
+    path.write_bytes(frame(records)[:-1])
+    iterator = iter(px.data.TFRecordDataset(path).batch(size, drop_remainder))
+    read: list[bytes] = []
+    with pytest.raises(px.errors.DataLossError, match="record 6"):
+        for batch in iterator:
+            read.extend(batch)
+    assert read == records[: 6 - 6 % size if drop_remainder else 6]
+
+
 def header(length: int) -> bytes:
     words = np.array([length], "<u8").view("<u4")[None, :]
     return (
