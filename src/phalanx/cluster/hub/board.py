@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.cluster.hub.facts import Failure, Task, describe_exit, mismatch_text, shorten
+from phalanx.cluster.hub.agreement import Agreement
+from phalanx.cluster.hub.facts import Failure, Task, describe_exit, shorten
 from phalanx.cluster.hub.progress import Progress, Seat, describe_place
 from phalanx.core.errors import InvalidValueError
 
@@ -63,11 +64,7 @@ class Board:
         self._failure: Failure | None = None
         self._later: list[Failure] = []
         self._exchanges: dict[str, tuple[dict[int, Any], float]] = {}
-        self._signing: dict[int, dict[int, tuple[str, Any]]] = {}
-        self._agreed: dict[int, str] = {}
-        self._asked: dict[
-            int, tuple[int, float]
-        ] = {}  # sequence -> (who passed it, until when to wait)
+        self._agreement = Agreement(self._seats)
         self._progress = Progress()
         self._numbers = itertools.count(1)
         self._requests: dict[int, _StackRequest] = {}
@@ -287,6 +284,9 @@ class Board:
             "seconds": float(message.get("seconds", 0.0)),
         }
         self._progress.reach(seat, int(message.get("sequence", 0)), now)
+        if message.get("codes"):
+            first, codes = int(message["first"]), str(message["codes"])
+            self._agreement.ran_codes(seat.rank, first, codes, now)
         return self._settle(now)
 
     def _post(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
@@ -295,18 +295,14 @@ class Board:
         return self._settle(now)
 
     def _sign(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
-        sequence, digest = int(message["sequence"]), str(message["digest"])
-        self._progress.reach(seat, sequence, now)
-        if self._agreed.get(sequence) == digest and seat.peer is not None:
-            return [(seat.peer, {"type": "agreed", "sequence": sequence})]
-        self._signing.setdefault(sequence, {})[seat.rank] = (digest, message.get("details"))
+        number, digest = int(message["sequence"]), str(message["digest"])
+        self._progress.reach(seat, number, now)
+        self._agreement.sign(seat.rank, number, digest, message.get("details"))
         return self._settle(now)
 
     def _ran(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
-        sequence = int(message["sequence"])
-        if self._asked.get(sequence, (-1, 0.0))[0] != seat.rank:
-            return []
-        return self._mismatch(sequence, {str(seat.task): message.get("details")})
+        self._agreement.ran(seat.rank, int(message["sequence"]), message.get("details"))
+        return self._settle(now)
 
     def _fail_message(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         failure = Failure(str(message["kind"]), shorten(str(message["text"])), str(seat.task))
@@ -387,8 +383,7 @@ class Board:
             posts, _ = self._exchanges.pop(name)
             values = [posts.get(seat.rank) for seat in self._seats]
             out += self._to_all({"type": "exchanged", "name": name, "values": values})
-        for sequence in sorted(self._signing):
-            out += self._settle_signatures(sequence, now)
+        out += self._settle_agreement(now)
         for number in list(self._requests):
             out += self._settle_stacks(number, now)
         return out
@@ -396,41 +391,16 @@ class Board:
     def _all_in(self, posts: Mapping[int, Any]) -> bool:
         return all(seat.rank in posts or seat.is_gone for seat in self._seats)
 
-    def _settle_signatures(self, sequence: int, now: float) -> list[Out]:
-        signed = self._signing[sequence]
+    def _settle_agreement(self, now: float) -> list[Out]:
         if self._failure is not None:
             return []
-        digests = {digest for digest, _ in signed.values()}
-        if len(digests) > 1 or self._agreed.get(sequence, next(iter(digests))) not in digests:
-            return self._mismatch(sequence, {})
-        others = [seat for seat in self._seats if seat.rank not in signed]
-        if not others:
-            del self._signing[sequence]
-            self._agreed[sequence] = digests.pop()
-            return self._to_all({"type": "agreed", "sequence": sequence})
-        left = next((seat for seat in others if seat.state == "left"), None)
-        if left is not None:
-            rank, (_, details) = next(iter(signed.items()))
-            text = mismatch_text(
-                sequence,
-                {str(self._seats[rank].task): details},
-                {str(left.task): {"operation": "nothing more: it has finished"}},
-            )
-            return self._fail(Failure("mismatch", text, str(left.task)))
-        passed = next((s for s in others if s.state == "joined" and s.sequence >= sequence), None)
-        if passed is None:
-            return []
-        if sequence not in self._asked:
-            self._asked[sequence] = (passed.rank, now + STACK_PATIENCE)
-            return [(passed.peer, {"type": "ran?", "sequence": sequence})]
-        if now >= self._asked[sequence][1]:
-            return self._mismatch(sequence, {str(passed.task): None})
-        return []
-
-    def _mismatch(self, sequence: int, passed: Mapping[str, Any]) -> list[Out]:
-        signed = self._signing.get(sequence, {})
-        programs = {str(self._seats[rank].task): details for rank, (_, details) in signed.items()}
-        return self._fail(Failure("mismatch", mismatch_text(sequence, programs, passed)))
+        verdict = self._agreement.settle(now)
+        out: list[Out] = []
+        for number in verdict.agreed:
+            out += self._to_all({"type": "agreed", "sequence": number})
+        for rank, number in verdict.questions:
+            out.append((self._seats[rank].peer, {"type": "ran?", "sequence": number}))
+        return out if verdict.failure is None else out + self._fail(verdict.failure)
 
     def _settle_stacks(self, number: int, now: float) -> list[Out]:
         request = self._requests[number]

@@ -20,6 +20,7 @@ from typing import Any
 
 import phalanx
 from phalanx.cluster.hub import dialling
+from phalanx.cluster.hub.agreement import CODE, UNKNOWN
 from phalanx.cluster.hub.facts import Failure, shorten
 from phalanx.cluster.hub.frames import ProtocolError
 from phalanx.cluster.hub.status import Status, Waiting, all_stacks
@@ -94,6 +95,8 @@ class Member:
         self._exchanged: dict[str, list[Any]] = {}
         self._exchange_counts: dict[str, int] = {}
         self._agreed: set[int] = set()
+        self._codes: dict[int, tuple[Any, str]] = {}  # by the identity of a program's details
+        self._told_programs = 0
         self._requests = itertools.count(1)
         self._futures: dict[int, Future[dict[str, Any]]] = {}
         self._closing = False
@@ -222,11 +225,13 @@ class Member:
         Args:
             sequence: the number of the program in the order that all workers keep.
             digest: a hash of everything that must be the same.
-            details: a dict that shows it to people: ``operation``, ``arrays``, ``site``.
+            details: a dict that shows it to people: ``operation``, ``arrays``, ``site``. Give the same
+                object to `Status.begin` whenever the program is run, so that runs can be compared.
             timeout: seconds to wait, by default PHALANX_DEADLINE.
         """
         self.check()
         site = str(details.get("site", "")) if isinstance(details, Mapping) else ""
+        self._codes[id(details)] = (details, digest[:CODE].ljust(CODE, "0"))
         self._send({"type": "sign", "sequence": sequence, "digest": digest, "details": details})
         with self.waiting(site):
             self._wait_for(lambda: sequence in self._agreed, site, timeout)
@@ -370,9 +375,19 @@ class Member:
             "sequence": int(sequence),
             "site": site,
             "seconds": now - self._last_change,
+            **self._new_codes(),
         }
         with self._lock:
             self._stream.send(message)
+
+    def _new_codes(self) -> dict[str, Any]:
+        """Which programs were begun since the last report."""
+        numbers = self.status.begun_after(self._told_programs)
+        if not numbers:
+            return {}
+        self._told_programs = numbers[-1]
+        known = (self._codes.get(id(self.status.ran(n)), (None, UNKNOWN))[1] for n in numbers)
+        return {"first": numbers[0], "codes": "".join(known)}
 
     def _flush(self) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Status", "Waiting", "all_stacks"]
 
-_REMEMBERED = 64  # programs; many more than can be in flight
+_REMEMBERED = 1024  # programs; more than are begun between two looks at the status
 
 
 class Status:
@@ -57,6 +57,10 @@ class Status:
         """The details of a program that was begun not long ago, or None."""
         number, details = self._programs[sequence % _REMEMBERED]
         return details if number == sequence else None
+
+    def begun_after(self, sequence: int) -> range:
+        """The numbers of the programs begun after the given one, as far as they are remembered."""
+        return range(max(sequence, self.sequence - _REMEMBERED) + 1, self.sequence + 1)
 
     def snapshot(self) -> tuple[Any, ...]:
         """What the others should know."""
