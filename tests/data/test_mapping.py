@@ -335,3 +335,11 @@ def test_reducing() -> None:
 
 def test_applying() -> None:
     assert ints(D.range(3).apply(lambda d: d.repeat(2))) == [0, 1, 2] * 2
+
+
+def test_batches_of_any_size_are_expected_after_the_first() -> None:
+    batches = px.data.Dataset.range(10).batch(4)
+    assert batches.map(lambda x: x * 2).element_spec.shape == (None,)
+    assert batches.map(lambda x: x.sum()).element_spec.shape == ()
+    full = px.data.Dataset.range(8).batch(4, drop_remainder=True)
+    assert full.map(lambda x: x * 2).element_spec.shape == (4,)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jax import tree_util
 
 from phalanx.core.errors import InvalidTypeError
 from phalanx.core.tensor_spec import TensorSpec
@@ -43,14 +44,27 @@ class Map(Node):
 
     def known_spec(self) -> Any | None:
         """What the user gave, or what was seen."""
-        return self.form.spec
+        spec = self.form.spec
+        return spec if spec is None or self.signature is not None else self._of_any_size(spec)
 
     @property
     def element_spec(self) -> Any:
         """Found out by calling the function for the first element."""
         if self.form.spec is None:
             self.apply()(first_element(self.inputs[0]), 0)
-        return self.form.spec
+        return self.known_spec()
+
+    def _of_any_size(self, spec: Any) -> Any:
+        """What was seen of one batch, for batches of any size: the last one may be smaller."""
+        known = self.inputs[0].known_spec()
+        if not any(getattr(leaf, "shape", ())[:1] == (None,) for leaf in tree_util.tree_leaves(known)):
+            return spec
+
+        def widen(leaf: Any) -> Any:
+            fixed = isinstance(leaf, TensorSpec) and len(leaf.shape) > 0
+            return TensorSpec((None, *leaf.shape[1:]), leaf.dtype) if fixed else leaf
+
+        return tree_util.tree_map(widen, spec)
 
     def size(self, *inputs: int) -> int:
         """One result per element."""
