@@ -169,6 +169,11 @@ def test_how_many_rows_there_are() -> None:
     assert D.from_tensor_slices(np.zeros((4, 3))).unbatch().cardinality() == 12
     assert D.range(2).repeat().batch(2).unbatch().cardinality() == px.data.INFINITE_CARDINALITY
     assert D.range(2).map(lambda x: [x]).unbatch().cardinality() == px.data.UNKNOWN_CARDINALITY
+    uneven = D.range(2, 4).map(np.arange)
+    assert len(list(uneven.unbatch())) == 5
+    assert uneven.unbatch().cardinality() == px.data.UNKNOWN_CARDINALITY
+    said = D.range(4).map(lambda x: [x, x], output_signature=px.TensorSpec((2,), np.int64))
+    assert said.unbatch().cardinality() == 8
     assert D.range(10).batch(3).rebatch(4).cardinality() == 3
     assert D.range(10).batch(3).rebatch(4, drop_remainder=True).element_spec.shape == (4,)
 

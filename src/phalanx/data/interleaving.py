@@ -51,6 +51,10 @@ class Interleave(Node):
         """The spec of a dataset that the function made."""
         return None if self.inner.node is None else self.inner.node.known_spec()
 
+    def has_sure_shapes(self) -> bool:
+        """The next dataset may have others."""
+        return False
+
     @property
     def element_spec(self) -> Any:
         """Found out by calling the function for the first element."""

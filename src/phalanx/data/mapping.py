@@ -47,6 +47,10 @@ class Map(Node):
         spec = self.form.spec
         return spec if spec is None or self.signature is not None else self._of_any_size(spec)
 
+    def has_sure_shapes(self) -> bool:
+        """Only if the user said so."""
+        return self.signature is not None
+
     @property
     def element_spec(self) -> Any:
         """Found out by calling the function for the first element."""

@@ -177,6 +177,10 @@ class Node:
         specs = [node.known_spec() for node in self.inputs]
         return None if any(spec is None for spec in specs) else self.spec(*specs)
 
+    def has_sure_shapes(self) -> bool:
+        """Whether the shapes of a known spec hold for all elements, and not only for a first one."""
+        return all(node.has_sure_shapes() for node in self.inputs)
+
     @property
     def element_spec(self) -> Any:
         """A pytree of `TensorSpec`, `RaggedSpec` or `DatasetSpec`.

@@ -139,6 +139,10 @@ class Generator(Node):
         """What the user gave, or what was seen."""
         return self.form.spec
 
+    def has_sure_shapes(self) -> bool:
+        """Only if the user said so."""
+        return self.signature is not None
+
     @property
     def element_spec(self) -> Any:
         """Found out with the first element."""

@@ -34,7 +34,7 @@ def rows_in(node: Node) -> int:
     if isinstance(node, Batch):
         below = node.inputs[0].cardinality
         return below - below % node.batch_size if node.drop_remainder and below > 0 else below
-    spec = node.known_spec()
+    spec = node.known_spec() if node.has_sure_shapes() else None
     first = None if spec is None else leaves_of_spec(spec)[0].shape[0]
     return UNKNOWN if first is None else size * int(first)
 
