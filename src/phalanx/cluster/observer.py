@@ -30,11 +30,11 @@ class Observer:
 
     def table(self, timeout: float = 10.0) -> Table:
         """Who does what at this moment."""
-        return Table(self._ask({"type": "table", "every": 1e9}, timeout)["rows"])
+        return Table(self._ask({"type": "table"}, timeout)["rows"])
 
     def failure(self, timeout: float = 10.0) -> str | None:
         """Why the job cannot go on, or None."""
-        failure = self._ask({"type": "table", "every": 1e9}, timeout)["failure"]
+        failure = self._ask({"type": "table"}, timeout)["failure"]
         return None if failure is None else str(failure["text"])
 
     def stacks(self, timeout: float = 5.0) -> dict[str, str]:

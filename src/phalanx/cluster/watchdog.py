@@ -56,7 +56,8 @@ class Watch:
     >>> watch = Watch(warn_after=5.0, every=30.0, deadline=600.0, grace=15.0)
     >>> watch.look(Sight(waits_since=0.0), now=4.0), watch.look(Sight(waits_since=0.0), now=5.0)
     (None, 'show')
-    >>> watch.look(Sight(waits_since=0.0), now=6.0), watch.look(Sight(waits_since=0.0), now=600.0)
+    >>> watch.shown(now=5.0)
+    >>> watch.look(Sight(waits_since=0.0), now=34.0), watch.look(Sight(waits_since=0.0), now=600.0)
     (None, 'give up')
     """
 
@@ -64,7 +65,8 @@ class Watch:
         self.warn_after, self.every = warn_after, every
         self.deadline, self.grace = deadline, grace
         self._shown: float | None = None
-        self._gave_up = False
+        self._asked: float | None = None
+        self._tried: float | None = None
 
     def look(self, sight: Sight, now: float) -> str | None:
         """What to do now: 'show', 'give up', 'end' or None."""
@@ -73,17 +75,25 @@ class Watch:
             hangs = sight.waits_since is not None or (bool(starts) and not sight.told)
             return "end" if hangs and now - sight.failed_since >= self.grace else None
         if not starts:
-            self._shown, self._gave_up = None, False
+            self._shown = self._asked = self._tried = None
             return None
         waited = now - min(starts)
-        if waited >= self.deadline and not self._gave_up:
-            self._gave_up = True
+        if waited >= self.deadline and _due(self._tried, min(self.every, self.deadline / 10), now):
+            self._tried = now
             return "give up"
-        due = self._shown is None or now - self._shown >= self.every
-        if waited >= self.warn_after and due and not self._gave_up:
-            self._shown = now
+        due = _due(self._shown, self.every, now) and _due(self._asked, min(self.every, 1.0), now)
+        if waited >= self.warn_after and self._tried is None and due:
+            self._asked = now
             return "show"
         return None
+
+    def shown(self, now: float) -> None:
+        """The table was shown; there may also have been nobody to wait for."""
+        self._shown = now
+
+
+def _due(last: float | None, every: float, now: float) -> bool:
+    return last is None or now - last >= every
 
 
 class Watchdog:
@@ -136,9 +146,10 @@ class Watchdog:
             now = time.monotonic()
             action = self._watch.look(self._sight(now), now)
             if action == "show":
-                self._show()
+                if self._show():
+                    self._watch.shown(now)
             elif action == "give up":
-                self._give_up(now)
+                self._give_up()
             elif action == "end":
                 self._end_process()
                 return
@@ -169,31 +180,38 @@ class Watchdog:
         except (PhalanxError, TimeoutError):
             return None
 
-    def _show(self) -> None:
+    def _show(self) -> bool:
         """One worker shows the whole table; the others say only whom they wait for."""
         answer = self._ask(self._watch.every * 0.9)
         if answer is None:
-            return
+            return False
         table, is_first = answer
-        others = [row for row in table.late() if row["worker"] != self._member.task]
-        if not others and self._member.wait is None:
-            return  # all workers are in the same program, which just takes long
-        wait = self._member.wait
-        site = (wait.site if wait is not None else "") or self._member.status.site
+        names = self._late_others(table)
+        if not names:
+            return False  # all workers are in the same program, which just takes long
+        site = self._site()
         where = f" at {site}" if site else ""
-        names = ", ".join(row["worker"] for row in others) or "other workers"
-        self._write(f"phalanx: {self._member.task} waits for {names}{where}.")
+        self._write(f"phalanx: {self._member.task} waits for {', '.join(names)}{where}.")
         if is_first:
             self._write(str(table))
+        return True
 
-    def _give_up(self, now: float) -> None:
+    def _give_up(self) -> None:
+        """Only if somebody has been late for that long: a program may take as long as it takes."""
+        answer = self._ask(0.0)
+        if answer is not None and self._late_others(answer[0], 0.9 * self._watch.deadline):
+            self._member.declare_deadline(self._site(), self._watch.deadline)
+
+    def _late_others(self, table: Table, seconds: float = 0.0) -> list[str]:
+        return [
+            row["worker"]
+            for row in table.late()
+            if row["worker"] != self._member.task and max(row["behind"], row["quiet"]) >= seconds
+        ]
+
+    def _site(self) -> str:
         wait = self._member.wait
-        if wait is None:
-            answer = self._ask(0.0)
-            if answer is None or not answer[0].late():
-                return
-        site = (wait.site if wait is not None else "") or self._member.status.site
-        self._member.declare_deadline(site, self._watch.deadline)
+        return (wait.site if wait is not None else "") or self._member.status.site
 
     def _end_process(self) -> None:
         failure = self._member.failure or Failure("", "")

@@ -324,10 +324,16 @@ def test_who_misses_an_exchange_is_behind():
 
 def test_only_one_asker_shows_the_table():
     job = Job(2)
+    job.say(0, {"type": "table", "request": 0, "every": 30})
+    assert not job.got(0, "table").pop()["first"], "there is nobody to wait for"
+    job.inbox[0].clear()
+    job.say(0, {"type": "status", "phase": "wait", "sequence": 6})
+    job.now = 1.0
+    job.say(60, {"type": "table", "request": 1})
     for peer in (0, 1):
         job.say(peer, {"type": "table", "request": 1, "every": 30})
     assert [job.got(p, "table")[0]["first"] for p in (0, 1)] == [True, False]
-    job.now = 31.0
+    job.now = 32.0
     job.say(1, {"type": "table", "request": 2, "every": 30})
     assert job.got(1, "table")[1]["first"]
 

@@ -68,7 +68,7 @@ class Board:
         self._progress = Progress()
         self._numbers = itertools.count(1)
         self._requests: dict[int, _StackRequest] = {}
-        self._stalled_since = -1e9
+        self._shown_at = -1e9  # when a member last showed the table
 
     # -- what is known ---------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Board:
             if kind == "stacks":
                 return self._ask_stacks(peer, message, now)
             if seat is None or seat.is_gone:
-                return []
+                return [(peer, _heard(message))] if kind == "leave" else []
             handlers = {
                 "status": self._status,
                 "post": self._post,
@@ -308,7 +308,7 @@ class Board:
         failure = Failure(str(message["kind"]), shorten(str(message["text"])), str(seat.task))
         out = self._fail(failure)
         if message.get("request") is not None and seat.peer is not None:
-            out.append((seat.peer, {"type": "heard", "request": message["request"]}))
+            out.append((seat.peer, _heard(message)))
         return out
 
     def _broken(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
@@ -328,7 +328,7 @@ class Board:
         seat.state = "left"
         seat.status = {**seat.status, "phase": "done"}
         out: list[Out] = [(None, {"type": "left", "worker": str(seat.task)})]
-        out.append((seat.peer, {"type": "heard", "request": message.get("request")}))
+        out.append((seat.peer, _heard(message)))
         return out + self._settle(now)
 
     def _deadline(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
@@ -350,13 +350,15 @@ class Board:
     # -- questions -------------------------------------------------------------------------------
 
     def _table(self, peer: int, message: Mapping[str, Any], now: float) -> list[Out]:
-        first = now - self._stalled_since > float(message.get("every", 0.0))
+        rows = self.rows(now)
+        late = any(row["behind"] or row["quiet"] for row in rows)
+        first = late and now - self._shown_at > float(message.get("every", float("inf")))
         if first:
-            self._stalled_since = now
+            self._shown_at = now
         answer = {
             "type": "table",
             "request": message.get("request"),
-            "rows": self.rows(now),
+            "rows": rows,
             "first": first,
             "failure": self._failure.as_dict() if self._failure else None,
         }
@@ -450,6 +452,10 @@ class Board:
 
     def _joined(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.state == "joined"]
+
+
+def _heard(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "heard", "request": message.get("request")}
 
 
 def _request(

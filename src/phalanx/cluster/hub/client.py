@@ -275,7 +275,10 @@ class Member:
         self._send({"type": "deadline", "site": site, "seconds": seconds})
 
     def table(self, every: float = 0.0, timeout: float = _ANSWER) -> tuple[Table, bool]:
-        """Who does what, and whether nobody else has asked for that in the last `every` seconds."""
+        """Who does what, and whether this member should show it.
+
+        That is so if somebody is late, and no member has shown it in the last `every` seconds.
+        """
         answer = self._ask({"type": "table", "every": every}, timeout)
         return Table(answer["rows"]), bool(answer["first"])
 

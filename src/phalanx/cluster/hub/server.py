@@ -98,7 +98,8 @@ class Hub:
         self._connections: dict[int, _Connection] = {}
         self._numbers = itertools.count(1)
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out: socket.socket | None = None
+        self._wake_in: socket.socket | None = None
         self._stack_futures: dict[int, Future[dict[str, str]]] = {}
         self._changed = threading.Condition()
         self._stop = False
@@ -111,9 +112,14 @@ class Hub:
         self._listener = listen(self._host, self._port)
         coordinator = None
         if self._coordination:
-            self._service, port = _start_service(self._host, len(self._expected))
+            try:
+                self._service, port = _start_service(self._host, len(self._expected))
+            except BaseException:
+                self._listener.close()
+                raise
             coordinator = join_address(self._advertised, port)
         self._board = Board(self._expected, coordinator=coordinator)
+        self._wake_out, self._wake_in = socket.socketpair()
         for sock in (self._listener, self._wake_out):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ, None)
@@ -246,8 +252,9 @@ class Hub:
         return future.result(30.0)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_in.send(b"!")
+        if self._wake_in is not None:
+            with contextlib.suppress(OSError):
+                self._wake_in.send(b"!")
 
     def _serve(self) -> None:
         next_tick = time.monotonic() + _TICK
@@ -268,6 +275,7 @@ class Hub:
                 self._changed.notify_all()
 
     def _run_commands(self) -> None:
+        assert self._wake_out is not None
         with contextlib.suppress(BlockingIOError):
             self._wake_out.recv(4096)
         with contextlib.suppress(Empty):

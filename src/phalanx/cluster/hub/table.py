@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Table"]
 
+_MISSING = ("absent", "dead")
 _HEADINGS = ("worker", "host", "phase", "step", "last call", "behind")
 
 
@@ -40,15 +41,15 @@ class Table:
         from rich.table import Table as RichTable
 
         table = RichTable(*_HEADINGS, box=None, pad_edge=False)
+        late = self.late()
         for row, cells in zip(self.rows, self.cells(), strict=True):
-            late = row.get("behind") or row.get("state") in ("absent", "dead")
-            table.add_row(*cells, style="yellow" if late else None)
+            table.add_row(*cells, style="yellow" if row in late else None)
         return table
 
     def late(self) -> list[dict[str, Any]]:
-        """The rows of those that others wait for, the latest first."""
-        behind = [row for row in self.rows if row["behind"] > 0 or row["state"] in ("absent", "dead")]
-        return sorted(behind, key=lambda row: -row["behind"])
+        """The rows of those that others wait for, the latest first; also of those that are silent."""
+        late = [row for row in self.rows if row["behind"] or row["quiet"] or row["state"] in _MISSING]
+        return sorted(late, key=lambda row: -row["behind"])
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
