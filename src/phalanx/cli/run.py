@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,13 +133,20 @@ def run(options: argparse.Namespace) -> int:
     job = _job(options, argv, name)
     if options.dry_run:
         return _show(job)
-    # The hub runs JAX's coordination service in this process, which likes to warn of its own features.
-    jax.config.update("jax_logging_level", "ERROR")
     view = JobView(job.tasks, name, sys.stdout, sys.stderr, bar=not options.no_progress)
-    try:
+    with _quiet_jax(), contextlib.closing(view):
         return run_job(job, view).exit_code
+
+
+@contextlib.contextmanager
+def _quiet_jax() -> Iterator[None]:
+    """The hub runs JAX's coordination service here, which warns that it can recover."""
+    before = jax.config.jax_logging_level  # type: ignore[attr-defined]
+    jax.config.update("jax_logging_level", "ERROR")
+    try:
+        yield
     finally:
-        view.close()
+        jax.config.update("jax_logging_level", before)
 
 
 def _program(options: argparse.Namespace) -> tuple[list[str], str]:

@@ -122,10 +122,6 @@ class Tail:
 
 _TRACEBACK = "Traceback (most recent call last):"
 _GROUP = "  + Exception Group Traceback (most recent call last):"
-_CHAINS = (
-    "During handling of the above exception, another exception occurred:",
-    "The above exception was the direct cause of the following exception:",
-)
 _FATAL = "Fatal Python error: "
 _IGNORED = "Exception ignored "
 _LAST_LINES, _MOST_LINES = 20, 200
@@ -160,9 +156,12 @@ def _begins_report(lines: Sequence[str], i: int) -> bool:
 
 
 def _start_of_chain(lines: Sequence[str], starts: list[int]) -> int:
-    """The first line of the chain of exceptions that the last of `starts` belongs to."""
+    """The first line of the chain of exceptions that the last of `starts` belongs to.
+
+    Within a chain, and where a message quotes another traceback, a blank line stands before each.
+    """
     first = len(starts) - 1
-    while first and any(line in _CHAINS for line in lines[starts[first] - 2 : starts[first]]):
+    while first and not lines[starts[first] - 1].strip():
         first -= 1
     start = starts[first]
     return start - 1 if start and lines[start - 1].startswith("Exception in ") else start
