@@ -34,10 +34,11 @@ format: $(STAMP)        ## rewrite the files in the house format
 docs: $(STAMP)          ## build the documentation; any warning fails
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
-bench: $(STAMP)         ## side-by-side benchmarks (makes its own TensorFlow environment)
+bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the other libraries)
 	$(BIN)/python benchmarks/eager.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/allreduce.py
+	$(BIN)/python benchmarks/data.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,9 +1,9 @@
 """Virtual environments for the libraries that benchmarks compare with, made on first use.
 
 ``python benchmarks/peers.py tensorflow`` makes the environment (or finds the one made before) and
-prints its interpreter; ``torch`` is the other peer. An interpreter that has the library already can be
-given instead, in the environment variable PHALANX_BENCH_TENSORFLOW_PYTHON or
-PHALANX_BENCH_TORCH_PYTHON.
+prints its interpreter; ``torch`` and ``grain`` are the other peers. An interpreter that has the library
+already can be given instead, in the environment variable PHALANX_BENCH_TENSORFLOW_PYTHON,
+PHALANX_BENCH_TORCH_PYTHON or PHALANX_BENCH_GRAIN_PYTHON.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ HOME = Path(__file__).resolve().parent.parent / ".venvs"
 PEERS = {
     "tensorflow": ("tensorflow-cpu==2.21.0", "tensorflow==2.21.0"),
     "torch": ("torch==2.13.0 numpy",),
+    "grain": ("grain==0.2.18 numpy",),
 }
 
 VENV_DEADLINE = 300.0
