@@ -11,28 +11,27 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
+from phalanx.cluster import runtime
 from phalanx.cluster.arrivals import Arrivals
 from phalanx.cluster.hub.client import Member, Roster
 from phalanx.cluster.hub.dialling import split_address
-from phalanx.cluster.hub.facts import Failure, Task
+from phalanx.cluster.hub.facts import Failure
 from phalanx.cluster.hub.frames import ProtocolError
 from phalanx.cluster.hub.process import HubProcess
 from phalanx.cluster.observer import Observer
-from phalanx.cluster.preflight import Place, bind_host, find_place, is_loopback, port_problem
+from phalanx.cluster.preflight import Place, bind_host, find_place, port_problem
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.tokens import find_token
 from phalanx.cluster.watchdog import EXIT_CODE, Watchdog
-from phalanx.core import compat, devices
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import (
     ClusterEnvironmentError,
@@ -48,8 +47,6 @@ _log = logging.getLogger("phalanx")
 _GOODBYE = 10.0  # seconds that a worker waits at its end for the others to come to theirs
 _EXIT_GUARD = 10.0  # seconds that the end of a process may take after its job has failed
 _OLD_HUB = 6.0  # seconds for the hub of an older run to go away
-
-T = TypeVar("T")
 
 
 class Connection:
@@ -88,7 +85,7 @@ class Connection:
         if not self._crashed:
             self.member.meet("goodbye", timeout)
         self._watchdog.stop()
-        _leave_jax()
+        runtime.leave()
         self.member.leave()
 
     def _on_exception(
@@ -136,14 +133,14 @@ def connect(
     """
     end = time.monotonic() + timeout
     place = find_place(resolver)
-    problem = _backend_problem(place.task)
-    member, roster = join_hub(place, timeout, problem=problem)
+    member, roster = join_hub(place, timeout, problem=runtime.start_problem(place.task))
     seconds = worker_deadline() if deadline is None else deadline
     watchdog = Watchdog(member, warn_after=warn_after, deadline=seconds, grace=grace)
     try:
-        _prepare_jax(devices_per_worker, seconds + grace)
-        left = max(10.0, end - time.monotonic())
-        _run_unless_failed(lambda: _start_jax(place, roster, left), member, left)
+        runtime.prepare(devices_per_worker, seconds + grace)
+        left = max(30.0, end - time.monotonic())
+        coordinator = roster.get("coordinator")
+        runtime.run_unless_failed(lambda: runtime.start(place, coordinator, left), member, left)
         counts = member.exchange("devices", jax.local_device_count(), timeout=left)
         if len(set(counts)) > 1:
             _log.warning("The workers have different numbers of devices: %s", counts)
@@ -169,30 +166,37 @@ def join_hub(
     address = os.environ.get("PHALANX_HUB")
     bind = os.environ.get("PHALANX_BIND")
     token = find_token(place.is_local)
+    process = None
     if address is None:
         problem = problem or _own_port_problem(place, bind)
-        address = _find_hub(place, token, bind, timeout)
-    member = Member(
-        address,
-        token,
-        place.task.type,
-        place.task.id,
-        cluster=place.cluster,
-        timeout=max(1.0, end - time.monotonic()),
-    )
+        address, process = _find_hub(place, token, bind, timeout)
     try:
-        if problem is not None:
-            member.report(problem)
-            raise problem.error()
-        with Arrivals(place.tasks, progress) as arrivals:
-            roster = member.wait_joined(max(1.0, end - time.monotonic()), arrivals.note)
+        member = Member(
+            address,
+            token,
+            place.task.type,
+            place.task.id,
+            cluster=place.cluster,
+            timeout=max(1.0, end - time.monotonic()),
+        )
+        try:
+            if problem is not None:
+                member.report(problem)
+                raise problem.error()
+            with Arrivals(place.tasks, progress) as arrivals:
+                roster = member.wait_joined(max(1.0, end - time.monotonic()), arrivals.note)
+        except BaseException as error:
+            member.report_exception(error)
+            member.leave()
+            raise
     except BaseException:
-        member.leave()
+        if process is not None:
+            process.close()
         raise
     return member, roster
 
 
-# -- the hub -----------------------------------------------------------------------------------------
+# -- the hub --------------------------------------------------------------------------------------
 
 
 def _own_port_problem(place: Place, bind: str | None) -> Failure | None:
@@ -201,13 +205,15 @@ def _own_port_problem(place: Place, bind: str | None) -> Failure | None:
     return None if text is None else Failure("cluster", text, str(place.task))
 
 
-def _find_hub(place: Place, token: str, bind: str | None, timeout: float) -> str:
-    """The address of the hub next to the first worker; the first worker starts it."""
+def _find_hub(
+    place: Place, token: str, bind: str | None, timeout: float
+) -> tuple[str, HubProcess | None]:
+    """The address of the hub next to the first worker, and its process if this worker starts it."""
     first = place.tasks[0]
     if place.rank > 0:
-        return first.address
+        return first.address, None
     if not _wait_for_port(place, token, bind):
-        return first.address  # another process is this task: its hub will tell all of us
+        return first.address, None  # another process is this task: its hub will tell all of us
     host, port = split_address(first.address)
     process = HubProcess(
         place.tasks,
@@ -219,7 +225,7 @@ def _find_hub(place: Place, token: str, bind: str | None, timeout: float) -> str
         timeout=timeout,
     )
     atexit.register(process.close)
-    return process.address
+    return process.address, process
 
 
 def _wait_for_port(place: Place, token: str, bind: str | None) -> bool:
@@ -232,6 +238,7 @@ def _wait_for_port(place: Place, token: str, bind: str | None) -> bool:
         try:
             with Observer(place.task.address, token, timeout=2.0) as observer:
                 rows = observer.table().rows
+                observer.dismiss()
         except (ProtocolError, DeadlineExceededError) as error:
             raise ClusterEnvironmentError(problem) from error
         except UnauthenticatedError as error:
@@ -243,92 +250,6 @@ def _wait_for_port(place: Place, token: str, bind: str | None) -> bool:
         if time.monotonic() > end:
             raise ClusterEnvironmentError(problem)
         time.sleep(0.1)
-
-
-# -- JAX ---------------------------------------------------------------------------------------------
-
-
-def _backend_problem(task: Task) -> Failure | None:
-    if compat.processes_are_joined():
-        text = (
-            f"The process of {task} has joined others already (by jax.distributed.initialize, or by "
-            "another strategy over several workers). Leave that to Phalanx, and create one such "
-            "strategy per program."
-        )
-    elif compat.backends_are_initialized():
-        text = (
-            f"JAX has already started in the process of {task}, which therefore cannot become one of "
-            "several. Create the strategy at the top of the program, before any array is made and "
-            "before the devices are listed."
-        )
-    else:
-        return None
-    return Failure("precondition", text, str(task))
-
-
-def _prepare_jax(devices_per_worker: int | None, collective_timeout: float) -> None:
-    if devices_per_worker is not None:
-        devices.set_cpu_device_count(devices_per_worker)
-    flag = "--xla_cpu_collective_timeout_seconds"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if flag not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}={int(collective_timeout) + 1}".strip()
-    devices.prepare_backend()
-
-
-def _start_jax(place: Place, roster: Roster, timeout: float) -> None:
-    coordinator = roster.get("coordinator")
-    if coordinator is None:
-        raise ClusterEnvironmentError("The hub runs no coordination service, which JAX needs.")
-    compat.join_processes(
-        coordinator, place.rank, len(place.tasks), timeout=timeout, host=_gloo_host(place)
-    )
-    jax.devices()
-
-
-def _gloo_host(place: Place) -> str | None:
-    """The address of this machine in the cluster, if it really is one of this machine's."""
-    try:
-        host = bind_host(place.task, place.is_local)
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-    except (OSError, PhalanxError):
-        return None
-    reachable = place.is_local or not is_loopback(host)
-    return host if reachable and host not in ("0.0.0.0", "::") else None
-
-
-def _run_unless_failed(action: Callable[[], T], member: Member, timeout: float) -> T:
-    """Run an action that native code may never come back from, until the job fails."""
-    done = threading.Event()
-    results: list[T] = []
-    problems: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(action())
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            problems.append(error)
-        done.set()
-
-    member.on_failure(lambda failure: done.set())
-    threading.Thread(target=run, name="phalanx-start", daemon=True).start()
-    done.wait(timeout + 30.0)
-    member.check()
-    if problems:
-        raise problems[0]
-    if not results:
-        raise DeadlineExceededError(
-            f"JAX did not start on all workers within {timeout:g} seconds. Received: {member.task}"
-        )
-    return results[0]
-
-
-def _leave_jax() -> None:
-    try:
-        compat.leave_processes()
-    except (RuntimeError, ValueError) as error:
-        _log.info("JAX's runtime did not end in order: %s", error)
 
 
 def _guard_exit(code: int) -> None:

@@ -23,7 +23,7 @@ from phalanx.core.errors import ClusterEnvironmentError, DeadlineExceededError, 
 
 __all__ = ["HubProcess"]
 
-_LINGER = 3.0  # seconds for workers that come late to learn that the job has failed
+_LINGER = 30.0  # seconds for workers that come late to learn that the job has failed
 _POLL = 0.1
 
 
@@ -107,9 +107,20 @@ def serve() -> None:
 
     order = json.loads(sys.stdin.readline())
     expected = [Task(kind, index, address) for kind, index, address in order["expected"]]
+    ended, dismissed = threading.Event(), threading.Event()
+
+    def note(event: dict[str, Any]) -> None:
+        if event["type"] == "dismissed" and ended.is_set():
+            dismissed.set()
+
     try:
         hub = Hub(
-            expected, order["token"], order["host"], order["port"], advertised=order["advertised"]
+            expected,
+            order["token"],
+            order["host"],
+            order["port"],
+            advertised=order["advertised"],
+            on_event=note,
         ).start()
     except PhalanxError as error:
         _answer({"error": str(error)})
@@ -117,7 +128,8 @@ def serve() -> None:
     job = RunningJob(os.getpid(), order["name"], hub.address, order["token"], order["command"])
     with announced(job):
         _answer({"address": hub.address})
-        _wait_until_over(hub, _end_of(sys.stdin.buffer.fileno()))
+        _watch_parent(sys.stdin.buffer.fileno(), ended)
+        _wait_until_over(hub, ended, dismissed)
     hub.close(timeout=0.0)
 
 
@@ -128,9 +140,8 @@ def _answer(message: dict[str, Any]) -> None:
     os.close(1)
 
 
-def _end_of(descriptor: int) -> threading.Event:
-    """An event that is set when the process that started this one is gone."""
-    ended = threading.Event()
+def _watch_parent(descriptor: int, ended: threading.Event) -> None:
+    """Set an event when the process that started this one is gone."""
 
     def read() -> None:
         with contextlib.suppress(OSError):
@@ -139,10 +150,9 @@ def _end_of(descriptor: int) -> threading.Event:
         ended.set()
 
     threading.Thread(target=read, daemon=True).start()
-    return ended
 
 
-def _wait_until_over(hub: Hub, parent_ended: threading.Event) -> None:
+def _wait_until_over(hub: Hub, parent_ended: threading.Event, dismissed: threading.Event) -> None:
     """All workers have come and gone; or the first one is gone and nobody else is there."""
     alone_since = None
     while not hub.wait_over(_POLL):
@@ -151,4 +161,6 @@ def _wait_until_over(hub: Hub, parent_ended: threading.Event) -> None:
         elif alone_since is None:
             alone_since = time.monotonic()
         elif hub.was_complete or time.monotonic() - alone_since > _LINGER:
+            return
+        if dismissed.is_set():
             return

@@ -52,6 +52,7 @@ class Status:
         """A program between workers is begun; `details` is what `describe_program` shows."""
         self._programs[sequence % _REMEMBERED] = (sequence, details)
         self.sequence = sequence
+        self.phase = "step"
 
     def ran(self, sequence: int) -> Any:
         """The details of a program that was begun not long ago, or None."""
