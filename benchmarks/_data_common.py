@@ -3,7 +3,7 @@
 Only NumPy is needed here, because the children live in different environments.
 
 A child makes pipelines: for each case that its library knows, one for each of the settings that a user
-might choose, such as reading ahead or not. Each is an iterable of batches, and iterating it is an epoch.
+might choose, such as reading ahead or not. Each is an iterable of batches; iterating it is an epoch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 ROWS, WIDTH, BATCH = 60_000, 784, 256
 SMALL_BUFFER = 10_000
-MAPPED_ROWS = 12_000
+MAPPED_ROWS = 6_000
 """Cases that call Python for each element take fewer rows."""
 
 REPEATS = 2

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
 import time
@@ -128,7 +129,7 @@ def overlap(waits: bool) -> None:
     sizes = (common.WIDTH, OVERLAP_HIDDEN, OVERLAP_HIDDEN, 10)
     with strategy.scope():
         weights = []
-        for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+        for fan_in, fan_out in itertools.pairwise(sizes):
             weights.append(px.Variable(0.05 * rng.standard_normal((fan_in, fan_out), np.float32)))
             weights.append(px.Variable(jnp.zeros(fan_out)))
     loss_and_gradients = jax.value_and_grad(jax_loss(OVERLAP_BATCH))

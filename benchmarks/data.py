@@ -5,7 +5,7 @@ runs all variants side by side, prints tables and writes them to ``benchmarks/re
 plot in ``data.png`` if Matplotlib is installed.
 
 1. Examples per second of common pipelines over arrays, and of reading and parsing records.
-2. Training steps that take their input from a distributed dataset, against the step and the input alone.
+2. Training steps that take their input from a distributed dataset, against step and input alone.
 3. The memory that iterating a large dataset takes.
 
 Each library has a process of its own (`_data_phalanx.py` and its siblings), and one of them works at a
@@ -46,7 +46,9 @@ from peers import PeerError, peer_python
 
 DEADLINE = 180.0
 MEAN_TOLERANCE = 1e-5  # relative
+NOTHING = "-"
 OVERLAP_BUDGET = 1.1
+MEMORY_BATCHES = 2  # the budget: the batch in use and one more
 OVERLAP_KINDS = {"waits": "waits, as for a disk", "computes": "computes in NumPy"}
 OVERLAP_PARTS = ("step", "input", "both, on demand", "both, reading ahead")
 
@@ -137,7 +139,8 @@ def measure_case(
     for library, setting in order:
         trial = run(children[library], case, setting, 1)  # fills caches, starts threads
         means[library, setting] = trial["mean"]
-        trial = run(children[library], case, setting, 1)
+        if trial["seconds"] < 4 * seconds:
+            trial = run(children[library], case, setting, 1)
         epochs[library, setting] = max(1, round(seconds / trial["seconds"]))
     check_means(case, means)
     measurement = Measurement(case, {of: [] for of in order})
@@ -231,11 +234,6 @@ def available_megabytes() -> float:
     return math.inf
 
 
-def memory_budget(found: Mapping[str, float]) -> float:
-    """The batch in use and one more, and two numbers for each row to put them in order."""
-    return 2 * found["batch"] + 16 * found["rows"]
-
-
 # -- reporting -----------------------------------------------------------------------------------
 
 
@@ -243,7 +241,7 @@ def rates_table(measurements: Sequence[Measurement], libraries: Sequence[Library
     rows = [["pipeline", *(v.name for v in libraries)]]
     for m in measurements:
         rates = [[r / 1000 for r in m.rounds(v)] for v in libraries]
-        rows.append([CASES[m.case], *(median_and_spread(r) if r else "–" for r in rates)])
+        rows.append([CASES[m.case], *(median_and_spread(r) if r else NOTHING for r in rates)])
     return markdown_table(rows)
 
 
@@ -252,14 +250,14 @@ def ratios_table(measurements: Sequence[Measurement], libraries: Sequence[Librar
     rows = [["pipeline", *(f"Phalanx / {v.name}" for v in others), "budget (tf.data)"]]
     for m in measurements:
         relative = {v: ratios(m.rounds(PHALANX), m.rounds(v)) if m.rounds(v) else [] for v in others}
-        cells = [median_and_spread(r) if r else "–" for r in relative.values()]
+        cells = [median_and_spread(r) if r else NOTHING for r in relative.values()]
         rows.append([CASES[m.case], *cells, verdict(m.case, relative.get(TENSORFLOW, []))])
     return markdown_table(rows)
 
 
 def verdict(case: str, relative: Sequence[float]) -> str:
     if case not in BUDGETS or not relative:
-        return "–"
+        return NOTHING
     met = statistics.median(relative) >= BUDGETS[case]
     return f"at least {BUDGETS[case]:g}: {'met' if met else '**missed**'}"
 
@@ -279,7 +277,7 @@ def records_table(
 
 def settings_table(measurements: Sequence[Measurement], libraries: Sequence[Library]) -> str:
     rows = [["pipeline", *(v.name for v in libraries)]]
-    rows += [[CASES[m.case], *(m.best(v) or "–" for v in libraries)] for m in measurements]
+    rows += [[CASES[m.case], *(m.best(v) or NOTHING for v in libraries)] for m in measurements]
     return markdown_table(rows)
 
 
@@ -304,16 +302,15 @@ def overlap_ratios_table(overlaps: Sequence[Overlap]) -> str:
 
 
 def memory_table(memory: Mapping[Library, Mapping[str, float]]) -> str:
-    rows = [
-        ["library", "arrays, MB", "a batch, MB", "peak above the start, MB", "seconds", "budget, MB"]
-    ]
+    head = ["arrays", "a batch", "row numbers", "peak above the start", "seconds", "budget"]
+    rows = [["library", *head]]
     for library, found in memory.items():
-        numbers = [f"{found[k] / 1e6:,.1f}" for k in ("data", "batch", "extra")]
-        budget = memory_budget(found)
-        said = f"{budget / 1e6:.1f}: {'met' if found['extra'] <= budget else '**missed**'}"
-        rows.append(
-            [library.name, *numbers, f"{found['seconds']:.1f}", said if library is PHALANX else "–"]
-        )
+        sizes = [found["data"], found["batch"], 8 * found["rows"], found["extra"]]
+        numbers = [f"{size / 1e6:,.1f}" for size in sizes]
+        budget = MEMORY_BATCHES * found["batch"]
+        met = "met" if found["extra"] <= budget else "**missed**"
+        said = f"at most {budget / 1e6:.1f}: {met}" if library is PHALANX else NOTHING
+        rows.append([library.name, *numbers, f"{found['seconds']:.1f}", said])
     return markdown_table(rows)
 
 
@@ -340,55 +337,58 @@ faster.
 
 {ratios_table(measurements, libraries)}
 
-Measured: epochs over {common.ROWS:,} examples of {common.WIDTH} float32 numbers and an integer label, in
-arrays, in batches of {common.BATCH}. Where a function is called for each example there are {common.MAPPED_ROWS:,} of
-them. A Python loop takes the batches as NumPy arrays and sums the first column of each and its labels,
-or all of its numbers in the second row of the tables; these sums agreed in all libraries. With `batch`
-alone Phalanx's batches are views of the arrays, and copies with the others; what it then costs to read
-them is in the second row.
+Measured: epochs over {common.ROWS:,} examples of {common.WIDTH} float32 numbers and an integer
+label, in arrays, in batches of {common.BATCH}. Where a function is called for each example there are
+{common.MAPPED_ROWS:,} of them. A Python loop takes the batches as NumPy arrays and sums the first
+column of each and its labels, or all of its numbers in the second row of the tables; these sums agreed
+in all libraries. With `batch` alone Phalanx's batches are views of the arrays, and copies with the
+others; what it costs to read them is in the second row.
 
-- The function that is mapped multiplies by a number. Phalanx and Grain call it as it is; tf.data calls it
-  with `numpy_function`, and in the row below it, and for whole batches, its own graph operation.
-- `cache` was filled before the first round; a round repeats {common.REPEATS} times. Grain has no such cache in memory
-  for arrays, and does not parse `Example` messages.
-- A small shuffle buffer is `WindowShuffleMapDataset` in Grain.
-- Records are `Example` messages of the same kind of examples: {common.RECORDS:,} in one file, {record_size:,.0f} bytes each.
+- The function that is mapped multiplies by a number. Phalanx and Grain call it as it is; tf.data calls
+  it with `numpy_function`, and in the row below it, and for whole batches, has a graph operation.
+- `cache` was filled before the first round; one iteration repeats {common.REPEATS} times. Grain is not
+  measured there, nor with records.
+- A small shuffle buffer is `WindowShuffleMapDataset` in Grain, which shuffles within windows.
+- Records are `Example` messages of the same kind of examples: {common.RECORDS:,} in one file,
+  {record_size:,.0f} bytes each.
 
 {records_table(measurements, libraries, record_size)}
 
-Each library ran with several settings, and the fastest one is what counts:
+Each library ran with several settings in every round; the one with the best median counts:
 
 {settings_table(measurements, libraries)}
 
 ## Steps with input
 
-Milliseconds per training step of Phalanx on two logical CPU devices: the median over {options.rounds} rounds
-(min..max). The step alone uses one batch again and again, the input alone is made and moved to the
-devices without a step, and both together, by a step that waits for its result, is once with input made
-on demand (a buffer of 0) and once with `experimental_distribute_dataset`'s own reading ahead.
+Milliseconds per training step of Phalanx on two logical CPU devices: the median over
+{options.rounds} rounds (min..max). The step alone uses one batch again and again; the input alone is
+made and moved to the devices without a step. Both together, by a step that waits for its result, is
+once with input made on demand (a buffer of 0) and once with the reading ahead that
+`experimental_distribute_dataset` does by itself.
 
 {overlap_table(overlaps)}
 
 {overlap_ratios_table(overlaps)}
 
-If reading ahead overlaps entirely, both take as long as the longer one. Both the step and computing
-input want processors, though, of which there are {os.cpu_count()} here: the last column of the first table is the
-processor time of step and input, divided by their number. Nothing can be faster than that.
+If reading ahead overlaps entirely, both take as long as the longer one. But step and input want
+processors, of which there are {os.cpu_count()} here: the last column of the first table is the
+processor time of step and input alone, divided by that number. Nothing can be faster than that.
 
 ## Memory
 
-The most memory above what was in use before the dataset was made, while one epoch of
-`shuffle(all).batch({common.MEMORY_BATCH})` was read.
+Megabytes: the most that was in use above the start, which is when the arrays are there but no dataset,
+while one epoch of `shuffle(all).batch({common.MEMORY_BATCH})` was read.
 
 {memory_table(memory)}
 
-The budget is the batch in use and one more, and 16 bytes for each example to put them in order.
+The budget is the batch in use and one more. "Row numbers" is the size of one 64-bit number per example,
+which it takes to know a random order of all of them; the budget leaves no extra room for it.
 
 ## Circumstances
 
-{circumstances(versions)} Each library has a process of its own, and one works at a time; they take turns
-in an order that rotates. The load average of the machine was {load:.1f} before the first process was
-started; where rounds differ much, other work has taken part of it.
+{circumstances(versions)} Each library has a process of its own, and one works at a time; they take
+turns in an order that rotates. The load average of the machine was {load:.1f} before the first process
+was started; where rounds differ much, other work has taken part of it.
 
 To repeat: `python benchmarks/data.py --rounds {options.rounds} {peers}`.
 """
