@@ -162,6 +162,8 @@ def same(expected: Any, actual: Any) -> bool:
     if isinstance(expected, dict) and set(expected) == {"dtype", "shape"}:
         dtype = _NARROW.get(expected["dtype"], expected["dtype"])
         return isinstance(actual, dict) and (dtype, expected["shape"]) == tuple(actual.values())
+    if isinstance(expected, dict) and set(expected) == {"raises", "message"}:
+        return isinstance(actual, dict) and expected["raises"] in actual.get("raises", ())
     if isinstance(expected, dict):
         return (
             isinstance(actual, dict)

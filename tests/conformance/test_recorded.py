@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance import t01, t02, t03, t04, t05, t08, t09  # noqa: F401 - they register cases
+from tests.conformance import t01, t02, t03, t04, t05, t06, t08, t09  # noqa: F401 - they register cases
 from tests.conformance.harness import (
     AWAITING,
     CASES,
@@ -18,7 +18,9 @@ from tests.conformance.harness import (
     same,
 )
 
-RECORDS = [r for prefix in ("t01", "t02", "t03", "t04", "t05", "t08", "t09") for r in records(prefix)]
+RECORDS = [
+    r for prefix in ("t01", "t02", "t03", "t04", "t05", "t06", "t08", "t09") for r in records(prefix)
+]
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,10 @@ class World:
     def copies(self, variable: px.Variable) -> list[Any]:
         return [v.numpy().tolist() for v in variable.values]
 
+    def count(self, variable: px.Variable) -> int:
+        """How many copies a variable has."""
+        return len(variable.values)
+
 
 MANY = ["mirrored_2", "mirrored_4", "mirrored_4_one_device_reduction", "central_storage_3"]
 COPIED = [name for name in STRATEGIES if name.startswith("mirrored")]

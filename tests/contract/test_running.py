@@ -71,7 +71,7 @@ def test_computation_happens_on_the_replicas_device(world: World) -> None:
     else:
         names = world.strategy.extended.worker_devices
         expected = [jax.local_devices()[int(name.rsplit(":")[-1])] for name in names]
-    results = world.local(world.run(lambda: jnp.ones(3) * 2))
+    results = world.strategy.experimental_local_results(world.run(lambda: jnp.ones(3) * 2))
     assert [next(iter(x.devices())) for x in results] == expected
 
 

@@ -36,16 +36,16 @@ def test_replica_writes_are_aggregated(world: World, method: str, aggregation: A
     world.run(lambda: getattr(v, method)(rid() + 1.0))
     one = {A.SUM: sum(written), A.MEAN: float(np.mean(written)), A.ONLY_FIRST_REPLICA: 1.0}
     expected = apply(method, 10.0, one[aggregation])
-    assert world.copies(v) == [pytest.approx(expected)] * len(v.values)
+    assert world.copies(v) == [pytest.approx(expected)] * world.count(v)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_without_aggregation_replicas_must_agree(many: World, method: str) -> None:
     v = many.variable(10.0)
     many.run(lambda: getattr(v, method)(jnp.float32(3.0)))
-    expected = [apply(method, 10.0, 3.0)] * len(v.values)
+    expected = [apply(method, 10.0, 3.0)] * many.count(v)
     assert many.copies(v) == expected
-    with pytest.raises(px.errors.DivergenceError, match="replica 1"):
+    with pytest.raises(px.errors.DivergenceError, match=r"(replica|worker) 1"):
         many.run(lambda: getattr(v, method)(rid()))
     assert many.copies(v) == expected
 
@@ -98,7 +98,7 @@ def test_cross_replica_writes_reach_all_copies(world: World, method: str) -> Non
     v = world.variable(10.0)
     with world.strategy.scope():
         getattr(v, method)(4.0)
-    assert world.copies(v) == [apply(method, 10.0, 4.0)] * len(v.values)
+    assert world.copies(v) == [apply(method, 10.0, 4.0)] * world.count(v)
 
 
 def test_a_constant_cannot_be_summed_but_averaged(world: World) -> None:
@@ -106,7 +106,7 @@ def test_a_constant_cannot_be_summed_but_averaged(world: World) -> None:
     if world.n > 1:
         with pytest.raises(ValueError, match="once per replica"):
             world.run(lambda: v.assign_add(1.0))
-        assert world.copies(v) == [10.0] * len(v.values)
+        assert world.copies(v) == [10.0] * world.count(v)
     world.run(lambda: v.assign(0))
     assert float(v) == 0.0
     m = world.variable(10.0, aggregation=A.MEAN)
@@ -152,7 +152,7 @@ def test_sparse_updates(world: World) -> None:
 
     world.run(step)
     expected = [i + 1.0 if i < world.n else 0.0 for i in range(4)]
-    assert world.copies(v) == [expected] * len(v.values)
+    assert world.copies(v) == [expected] * world.count(v)
     if world.n > 1:
         with pytest.raises(NotImplementedError, match="scatter_update"):
             world.run(lambda: v.scatter_update(px.IndexedSlices(jnp.ones(1), jnp.zeros(1, jnp.int32))))
@@ -194,7 +194,7 @@ def test_values_that_do_not_fit_change_nothing(world: World) -> None:
     i = world.variable(3)
     with pytest.raises(ValueError, match="lose information"):
         i.assign(jnp.float32(1.5))
-    assert world.copies(v) == [[1.0, 2.0]] * len(v.values)
+    assert world.copies(v) == [[1.0, 2.0]] * world.count(v)
     assert int(i) == 3
 
 
@@ -215,7 +215,7 @@ def test_update_calls_the_function_for_each_copy(world: World) -> None:
 
     result = world.strategy.extended.update(v, bump, args=(2.0,))
     assert len(calls) == len(v.values)
-    assert world.copies(v) == [7.0] * len(v.values)
+    assert world.copies(v) == [7.0] * world.count(v)
     assert float(result) == 7.0
     pieces = world.strategy.extended.update(v, bump, args=(1.0,), group=False)
     assert [float(x) for x in pieces] == [8.0] * len(v.values)
@@ -234,8 +234,8 @@ def test_a_failed_update_is_undone(world: World) -> None:
 
     with pytest.raises(KeyError):
         world.strategy.extended.update(v, fail_on_the_last_copy)
-    assert world.copies(v) == [5.0] * len(v.values)
-    assert world.copies(slot) == [0.0] * len(slot.values)
+    assert world.copies(v) == [5.0] * world.count(v)
+    assert world.copies(slot) == [0.0] * world.count(slot)
 
 
 def test_update_from_a_replica_happens_once(world: World) -> None:
@@ -246,13 +246,13 @@ def test_update_from_a_replica_happens_once(world: World) -> None:
         world.strategy.extended.update(v, lambda c: calls.append(c.assign_add(1.0)))
 
     world.run(step)
-    assert world.copies(v) == [6.0] * len(v.values)
+    assert world.copies(v) == [6.0] * world.count(v)
     assert len(calls) == (1 if world.executor.name == "compiled" else len(v.values))
 
 
 def test_state_moves_between_any_strategies(world: World) -> None:
     source = world.variable([1.0, 2.0])
-    for other in (px.get_strategy(), px.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])):
+    for other in (px.get_strategy(), px.MirroredStrategy()):
         with other.scope():
             target = px.Variable([0.0, 0.0])
         target.load_state(source.state())
@@ -269,7 +269,7 @@ def test_deepcopy_is_independent(world: World) -> None:
     v = world.variable([1.0])
     w = copy.deepcopy(v)
     v.assign([2.0])
-    assert world.copies(w) == [[1.0]] * len(w.values)
+    assert world.copies(w) == [[1.0]] * world.count(w)
     assert w.aggregation is v.aggregation
     assert w.distribute_strategy is v.distribute_strategy
 
@@ -279,7 +279,7 @@ def test_ownership(world: World) -> None:
     extended = world.strategy.extended
     assert extended.variable_created_in_scope(v)
     assert all(extended.value_container(c) is v for c in v.values)
-    stranger = px.MirroredStrategy(["CPU:0", "CPU:1"])
+    stranger = px.MirroredStrategy(["CPU:0"])
     assert not stranger.extended.variable_created_in_scope(v)
     with pytest.raises(AssertionError):
         stranger.extended.update(v, lambda c: c.assign(2.0))

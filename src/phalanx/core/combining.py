@@ -161,7 +161,7 @@ class Combiner:
             sums = operands.apply(lambda x: local_sum(x, axes))
             check_alike(sums.samples(), "Strategy.reduce over an axis")
             counts = [local_count(x.shape, axes) for x in operands.samples()]
-            if self.span is None:
+            if self.span is None or _is_traced(value):
                 total, count = self.reduce_to(ReduceOp.SUM, sums, device), sum(counts)
             else:  # nobody knows how many examples the others have
                 given = value.like([jnp.float32(c) for c in counts])
@@ -261,7 +261,15 @@ def copies_of(value: Any) -> Any:
 
 
 def _is_traced(value: DistributedValues) -> bool:
-    return isinstance(value, PerReplica) and value.is_traced
+    if not isinstance(value, PerReplica) or not value.is_traced:
+        return False
+    if value.is_part:
+        raise UnsupportedError(
+            "JAX cannot transform a reduction between workers from outside of a step: take gradients "
+            "inside the function given to strategy.run, or transform the whole computation inside "
+            f"jax.jit. Received: {value!r}"
+        )
+    return True
 
 
 def _reduce_traced(op: ReduceOp, value: PerReplica) -> jax.Array:

@@ -22,6 +22,7 @@ from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax  # type: ignore[attr-defined]
 from jax.extend.core import Primitive
@@ -313,6 +314,11 @@ def jaxpr_and_result(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 def eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
     """Run a closed jaxpr; arguments that it does not use may be anything."""
     return list(_core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+
+
+def used_part(jaxpr: Any) -> Any:
+    """A jaxpr without inputs and equations that its results do not need."""
+    return _pe.dce_jaxpr(jaxpr, True)[0]
 
 
 def is_literal(atom: Any) -> bool:

@@ -191,6 +191,11 @@ class _TwoFaced(DistributedValues):
         return any(compat.is_tracer(x) for x in self.values)
 
     @property
+    def is_part(self) -> bool:
+        """Whether there are only the components of this process, and others have more."""
+        return self._global is None and len(self.values) < self.count
+
+    @property
     def is_local(self) -> bool:
         """Whether the value is one that a compiled program holds a component of on each replica."""
         return False

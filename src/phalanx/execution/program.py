@@ -197,7 +197,11 @@ class Program:
         """What other workers must run too."""
         loops = compiled is self._looped
         operation = f"the compiled function {self.name}{' in a loop' if loops else ''}"
-        return Meeting((self._serial, loops), operation, inputs[2], lambda: str(self.jaxpr))
+        # Variables that the step does not use are in the program too, and differ between workers: one
+        # may have collected the garbage that another has not.
+        return Meeting(
+            (self._serial, loops), operation, inputs[2], lambda: str(compat.used_part(self.jaxpr))
+        )
 
     def lower(self, arrays: list[Any]) -> Any:
         """The lowered program."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from typing import Any
 
 from phalanx.cluster import bootstrap
 from phalanx.cluster.hub.client import Member
+from phalanx.cluster.hub.status import Waiting
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.core.errors import ContextError
 from phalanx.execution.meetings import Meeting
@@ -43,22 +43,24 @@ class WorkerLedger:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._sequence = 0
-        self._known: dict[Hashable, dict[str, Any]] = {}
+        self._known: dict[Hashable, tuple[dict[str, Any], Waiting]] = {}
 
-    @contextmanager
-    def meet(self, meeting: Meeting) -> Iterator[None]:
-        """Make sure that all workers come to the same program; the program runs inside."""
+    def meet(self, meeting: Meeting) -> Waiting:
+        """Make sure that all workers come to the same program; the program runs inside.
+
+        The throttle runs one program at a time, so that each has one `Waiting` for all its runs.
+        """
         member = self._member
         member.check()
         self._sequence += 1
-        details = self._known.get(meeting.key)
-        if details is None:
+        known = self._known.get(meeting.key)
+        if known is None:
             details = meeting.details()
             member.agree(self._sequence, meeting.digest(details), details)
-            self._known[meeting.key] = details
+            known = self._known[meeting.key] = (details, member.waiting(details["site"]))
+        details, waiting = known
         member.status.begin(self._sequence, details)
-        with member.waiting(details["site"]):
-            yield
+        return waiting
 
     def begun(self, token: Any) -> None:
         """The program was dispatched; `token` is ready when it has finished."""

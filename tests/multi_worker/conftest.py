@@ -1,0 +1,20 @@
+"""Clusters of real processes that tests share, because JAX takes seconds to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import phalanx as px
+
+SHAPES = {"2x1": (2, 1), "2x2": (2, 2), "3x1": (3, 1)}
+
+
+@pytest.fixture(scope="session", params=SHAPES, ids=str)
+def cluster(request: pytest.FixtureRequest) -> Iterator[px.testing.MultiProcess]:
+    """Workers times devices."""
+    workers, devices = SHAPES[request.param]
+    env = {"PHALANX_DEADLINE": "20"}
+    with px.testing.MultiProcess(workers=workers, devices=devices, env=env) as opened:
+        yield opened
