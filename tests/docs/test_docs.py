@@ -113,12 +113,12 @@ def test_the_line_to_change_in_the_readme() -> None:
     table = re.findall(r"\| `(strategy = [^`]*)` \|", block.page.read_text())
     assert line in table
     variants = [block.code.replace(line, other) for other in table if "TPU" not in other]
-    assert len(variants) == 4
+    assert len(variants) == 5
     output = run_program(f"for code in {variants!r}:\n    exec(code, {{}})\n")
     replicas = re.findall(r"^(\d+) replicas", output, re.MULTILINE)
-    assert replicas == ["1", "1", "4", "2"]
+    assert replicas == ["1", "1", "4", "4", "2"]
     weights = re.findall(r"^w = \[(.*)\]", output, re.MULTILINE)
-    assert [[round(float(x)) for x in w.split()] for w in weights] == [[1, -2, 3]] * 4
+    assert [[round(float(x)) for x in w.split()] for w in weights] == [[1, -2, 3]] * 5
 
 
 # -- the reference -------------------------------------------------------------------------------

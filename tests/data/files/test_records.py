@@ -179,11 +179,10 @@ def test_batches_before_damage(folder: Path, size: int, drop_remainder: bool) ->
     records = [bytes([65 + i]) * (i + 1) for i in range(7)]
     path = folder / "cut.tfrecord"
     path.write_bytes(frame(records)[:-1])
-    iterator = iter(px.data.TFRecordDataset(path).batch(size, drop_remainder))
+    batches = px.data.TFRecordDataset(path).batch(size, drop_remainder)
     read: list[bytes] = []
     with pytest.raises(px.errors.DataLossError, match="record 6"):
-        for batch in iterator:
-            read.extend(batch)
+        read.extend(record for batch in batches for record in batch)
     assert read == records[: 6 - 6 % size if drop_remainder else 6]
 
 
@@ -241,12 +240,15 @@ def test_random_bytes(folder: Path, data: bytes, compression: str, packed: bool)
 def test_damaged_files_give_a_beginning_of_the_records(
     folder: Path, records: list[bytes], compression: str, seed: int
 ) -> None:
-    """Flip, cut, repeat or insert bytes: records are never wrong, and those before the damage come."""
+    """Flip, cut, repeat or insert bytes: records are never wrong, and those before the damage come.
+
+    Repeating bytes of a compressed file may happen to repeat a whole record, which nobody can see.
+    """
     rng = random.Random(seed)
     whole = frame(records)
     data = bytearray(PACK[compression](whole))
     where = rng.randrange(len(data))
-    kind = rng.choice(["flip", "cut", "repeat", "insert"])
+    kind = rng.choice(["flip", "cut", "insert", *(["repeat"] if not compression else [])])
     if kind == "flip":
         data[where] ^= 1 << rng.randrange(8)
     elif kind == "cut":
