@@ -215,13 +215,14 @@ def _find_hub(
     if not _wait_for_port(place, token, bind):
         return first.address, None  # another process is this task: its hub will tell all of us
     host, port = split_address(first.address)
+    name = os.path.basename(sys.argv[0]) or "python"
     process = HubProcess(
         place.tasks,
         token,
         bind_host(first, place.is_local, bind),
         port,
         advertised=host,
-        name=os.path.basename(sys.argv[0]) or "python",
+        name=name,
         timeout=timeout,
     )
     atexit.register(process.close)
@@ -238,7 +239,6 @@ def _wait_for_port(place: Place, token: str, bind: str | None) -> bool:
         try:
             with Observer(place.task.address, token, timeout=2.0) as observer:
                 rows = observer.table().rows
-                observer.dismiss()
         except (ProtocolError, DeadlineExceededError) as error:
             raise ClusterEnvironmentError(problem) from error
         except UnauthenticatedError as error:

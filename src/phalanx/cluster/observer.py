@@ -42,11 +42,6 @@ class Observer:
         answer = self._ask({"type": "stacks", "patience": timeout}, timeout + 10.0)
         return dict(answer["stacks"])
 
-    def dismiss(self) -> None:
-        """Let the hub go whose workers are all gone; others do not care."""
-        self._stream.send({"type": "dismiss"})
-        self._socket.sendall(self._stream.take())
-
     def close(self) -> None:
         """End the connection."""
         self._socket.close()

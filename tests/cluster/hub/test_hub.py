@@ -452,8 +452,10 @@ def watchdog(member, file, ended, **options):
 
 @pytest.mark.parametrize("how", ["python", "device"])
 def test_the_table_is_shown_once_by_the_first_who_waits(how):
-    with job(3) as (_, members), contextlib.ExitStack() as stack:
+    with job(3) as (hub, members), contextlib.ExitStack() as stack:
         files = [io.StringIO() for _ in range(3)]
+        members[2].status.phase, members[2].status.site = "input", "load.py:1"
+        wait_until(lambda: hub.table().rows[2]["site"] == "load.py:1")
         for member, file in zip(members[:2], files, strict=False):
             member.status.begin(5, None)
             if how == "python":
@@ -461,7 +463,6 @@ def test_the_table_is_shown_once_by_the_first_who_waits(how):
             else:
                 member.status.site, member.status.pending = "train.py:3", Pending()
             stack.callback(watchdog(member, file, []).start().stop)
-        members[2].status.phase, members[2].status.site = "input", "load.py:1"
         wait_until(lambda: all("waits" in file.getvalue() for file in files[:2]))
         stack.pop_all().close()
         texts = [file.getvalue() for file in files[:2]]

@@ -131,8 +131,6 @@ class Board:
                 return self._table(peer, message, now)
             if kind == "stacks":
                 return self._ask_stacks(peer, message, now)
-            if kind == "dismiss":
-                return [] if self._joined() else [(None, {"type": "dismissed"})]
             if seat is None or seat.is_gone:
                 return [(peer, _heard(message))] if kind == "leave" else []
             handlers = {

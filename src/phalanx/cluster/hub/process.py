@@ -1,7 +1,8 @@
 """A hub in a process of its own, next to the first worker, for jobs without a launcher.
 
 It outlives that worker, so that the others learn how it ended, and so that JAX, which aborts processes
-whose coordination service vanishes, leaves them alone. It ends when all workers are gone.
+whose coordination service vanishes, leaves them alone. It ends when all workers have come and gone, or
+when the first is gone and nobody else is there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +23,6 @@ from phalanx.core.errors import ClusterEnvironmentError, DeadlineExceededError, 
 
 __all__ = ["HubProcess"]
 
-_LINGER = 30.0  # seconds for workers that come late to learn that the job has failed
 _POLL = 0.1
 
 
@@ -107,20 +106,9 @@ def serve() -> None:
 
     order = json.loads(sys.stdin.readline())
     expected = [Task(kind, index, address) for kind, index, address in order["expected"]]
-    ended, dismissed = threading.Event(), threading.Event()
-
-    def note(event: dict[str, Any]) -> None:
-        if event["type"] == "dismissed" and ended.is_set():
-            dismissed.set()
-
     try:
         hub = Hub(
-            expected,
-            order["token"],
-            order["host"],
-            order["port"],
-            advertised=order["advertised"],
-            on_event=note,
+            expected, order["token"], order["host"], order["port"], advertised=order["advertised"]
         ).start()
     except PhalanxError as error:
         _answer({"error": str(error)})
@@ -128,8 +116,10 @@ def serve() -> None:
     job = RunningJob(os.getpid(), order["name"], hub.address, order["token"], order["command"])
     with announced(job):
         _answer({"address": hub.address})
-        _watch_parent(sys.stdin.buffer.fileno(), ended)
-        _wait_until_over(hub, ended, dismissed)
+        parent_ended = _end_of(sys.stdin.buffer.fileno())
+        while not hub.wait_over(_POLL):
+            if parent_ended.is_set() and not hub.is_used:
+                break
     hub.close(timeout=0.0)
 
 
@@ -140,8 +130,9 @@ def _answer(message: dict[str, Any]) -> None:
     os.close(1)
 
 
-def _watch_parent(descriptor: int, ended: threading.Event) -> None:
-    """Set an event when the process that started this one is gone."""
+def _end_of(descriptor: int) -> threading.Event:
+    """An event that is set when the process that started this one is gone."""
+    ended = threading.Event()
 
     def read() -> None:
         with contextlib.suppress(OSError):
@@ -150,17 +141,4 @@ def _watch_parent(descriptor: int, ended: threading.Event) -> None:
         ended.set()
 
     threading.Thread(target=read, daemon=True).start()
-
-
-def _wait_until_over(hub: Hub, parent_ended: threading.Event, dismissed: threading.Event) -> None:
-    """All workers have come and gone; or the first one is gone and nobody else is there."""
-    alone_since = None
-    while not hub.wait_over(_POLL):
-        if not parent_ended.is_set() or hub.is_used:
-            alone_since = None
-        elif alone_since is None:
-            alone_since = time.monotonic()
-        elif hub.was_complete or time.monotonic() - alone_since > _LINGER:
-            return
-        if dismissed.is_set():
-            return
+    return ended

@@ -180,11 +180,6 @@ class Hub:
         """Whether anybody is connected."""
         return bool(self._connections)
 
-    @property
-    def was_complete(self) -> bool:
-        """Whether all tasks have joined at some time."""
-        return self._board.is_ready
-
     def table(self) -> Table:
         """Who does what at this moment."""
         return self._call(lambda: Table(self._board.rows(time.monotonic())))
