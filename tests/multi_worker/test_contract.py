@@ -9,19 +9,30 @@ import pytest
 
 import phalanx as px
 from tests.multi_worker import rules
-from tests.multi_worker.conftest import SHAPES
+
+FIRST = list(rules.rules(all_arguments=False))
+OTHERS = [rule for rule in rules.rules(all_arguments=True) if rule not in FIRST]
 
 
-@pytest.mark.parametrize(
-    ("cluster", "module", "function", "arguments"),
-    [(shape, *rule) for shape in SHAPES for rule in rules.rules(all_arguments=shape == "2x2")],
-    indirect=["cluster"],
-    ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else x.split("test_")[-1],
-)
+def each(found: list[Any]) -> Any:
+    def name(x: Any) -> str:
+        return "-".join(map(str, x.values())) if isinstance(x, dict) else x.split("test_")[-1]
+
+    return pytest.mark.parametrize(("module", "function", "arguments"), found, ids=name)
+
+
+@each(FIRST)
 def test_rule(
     cluster: px.testing.MultiProcess, module: str, function: str, arguments: dict[str, Any]
 ) -> None:
-    """Every rule in every cluster; all its arguments in the one with the most replicas."""
+    cluster.run(rules.check, module, function, arguments)
+
+
+@pytest.mark.parametrize("cluster", ["2x2"], indirect=True)
+@each(OTHERS)
+def test_rule_with_other_arguments(
+    cluster: px.testing.MultiProcess, module: str, function: str, arguments: dict[str, Any]
+) -> None:
     cluster.run(rules.check, module, function, arguments)
 
 
