@@ -17,8 +17,9 @@ LAYERS = ["core", "data", "execution", "collectives", "strategies"]
 BESIDE = {
     "cluster": {"core"},
     "train": {"cluster", "core", "data", "execution"},
+    "comm": {*LAYERS, "cluster"},
     "testing": {*LAYERS, "cluster"},
-    "cli": {*LAYERS, "cluster", "train"},
+    "cli": {*LAYERS, "cluster", "comm", "train"},
 }
 
 

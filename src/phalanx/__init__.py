@@ -10,6 +10,7 @@ A map of the package:
 * ``collectives``  how data moves between devices
 * ``strategies``   one file per strategy
 * ``cluster``      which tasks a cluster has
+* ``comm``         collectives between workers, and between replicas
 * ``cli``          the ``phalanx`` command
 
 Arrows point one way: core <- data <- execution <- collectives <- strategies. This module only
@@ -18,6 +19,7 @@ re-exports.
 
 from phalanx import (
     cluster_resolver,
+    comm,
     config,
     data,
     errors,
@@ -109,6 +111,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "cluster_resolver",
+    "comm",
     "config",
     "data",
     "errors",

@@ -1,0 +1,211 @@
+"""Messages between two workers: send, recv, and several of them at once.
+
+A message waits at its receiver until it is asked for, so that a send never waits for the receive.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.comm import groups
+from phalanx.comm.calls import Call, Outcome, as_array, begin, kind
+from phalanx.comm.functional import GroupLike
+from phalanx.comm.handles import Handle, PendingArray
+from phalanx.comm.in_place import check_buffer, filled, write
+from phalanx.comm.mailbox import Message
+from phalanx.core.deadlines import worker_deadline
+from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+
+
+def isend(tensor: Any, dst: int, group: GroupLike = None, tag: int = 0) -> Handle | None:
+    """Send an array to rank `dst` without waiting; returns the handle.
+
+    Args:
+        tensor: the array; it may be changed afterwards.
+        dst: the receiver, as a rank in the world.
+        group: a group that both are members of; messages of different groups do not meet.
+        tag: messages with different tags do not meet.
+    """
+    x = as_array(tensor)
+    call = _begin("send", group, tag, dst, "dst", x)
+    if call is None:
+        return None
+    world, topic = groups.world(), _topic(call, tag)
+    data = np.array(x)
+    about = {"dtype": jnp.dtype(x.dtype).name, "shape": list(x.shape), "site": call.site}
+
+    def run() -> None:
+        try:
+            world.check()
+            assert world.mailbox is not None
+            world.mailbox.post(dst, topic, about, data.reshape(-1).view(np.uint8))
+        except Exception as error:
+            cause = world.cause_of(error)
+            cause.add_note(f"In send, launched at {call.site}.")
+            raise cause from error
+
+    return Handle(world.lane(("send", dst)).submit(run), call.site, world.check)
+
+
+def send(tensor: Any, dst: int, group: GroupLike = None, tag: int = 0) -> None:
+    """Send an array to rank `dst`; returns when it is on its way. See `isend`."""
+    handle = isend(tensor, dst, group, tag)
+    if handle is not None:
+        handle.result()
+
+
+def irecv(tensor: Any, src: int | None = None, group: GroupLike = None, tag: int = 0) -> Outcome:
+    """Begin to receive an array; returns an array that waits when it is used, and the handle.
+
+    Args:
+        tensor: anything with the shape and dtype of what will come; it is left as it is.
+        src: the sender, as a rank in the world; None takes the first message from any.
+        group: as the sender gave it.
+        tag: as the sender gave it.
+    """
+    handle = _receive(tensor, src, group, tag)
+    return (None, None) if handle is None else (PendingArray(handle), handle)
+
+
+def recv(tensor: Any, src: int | None = None, group: GroupLike = None, tag: int = 0) -> Any:
+    """Receive an array, and return it. See `irecv`."""
+    handle = _receive(tensor, src, group, tag)
+    return None if handle is None else handle.result()
+
+
+def irecv_(tensor: Any, src: int | None = None, group: GroupLike = None, tag: int = 0) -> Handle | None:
+    """Begin to receive into a buffer. See `irecv`; the handle's `source_rank` says who sent it."""
+    check_buffer(tensor)
+    handle = _receive(tensor, src, group, tag)
+    return filled(handle, lambda out: write(tensor, out), True)
+
+
+def recv_(tensor: Any, src: int | None = None, group: GroupLike = None, tag: int = 0) -> int | None:
+    """Receive into a buffer; returns the rank of the sender. See `irecv`."""
+    handle = irecv_(tensor, src, group, tag)
+    return None if handle is None else handle.source_rank()
+
+
+class P2POp:
+    """One message of `batch_isend_irecv`.
+
+    Args:
+        op: `isend`, `irecv` or `irecv_`, or their names.
+        tensor: the array to send; the shape and dtype of what will come, or the buffer.
+        peer: the other rank.
+        group: a group that both are members of.
+        tag: messages with different tags do not meet.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any] | str,
+        tensor: Any,
+        peer: int,
+        group: GroupLike = None,
+        tag: int = 0,
+    ) -> None:
+        known: dict[str, Callable[..., Any]] = {"isend": isend, "irecv": irecv, "irecv_": irecv_}
+        found = known.get(op) if isinstance(op, str) else op
+        if found not in known.values():
+            raise InvalidValueError(
+                f"op must be px.comm.isend, px.comm.irecv or px.comm.irecv_. Received: {op!r}"
+            )
+        self.op, self.tensor, self.peer, self.group, self.tag = found, tensor, peer, group, tag
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Handle]:
+    """Begin several sends and receives; returns their handles in the same order.
+
+    The `result` of a receive's handle is the array.
+    """
+    if not isinstance(p2p_op_list, Sequence) or not p2p_op_list:
+        raise InvalidValueError(
+            f"p2p_op_list must be a list of at least one P2POp. Received: {p2p_op_list!r}"
+        )
+    if not all(isinstance(p, P2POp) for p in p2p_op_list):
+        raise InvalidTypeError(f"p2p_op_list must be a list of P2POp. Received: {p2p_op_list!r}")
+    handles: list[Handle] = []
+    for p in p2p_op_list:
+        outcome = p.op(p.tensor, p.peer, p.group, p.tag)  # type: ignore[misc]
+        handle = outcome[1] if isinstance(outcome, tuple) else outcome
+        if handle is not None:
+            handles.append(handle)
+    return handles
+
+
+# -- inside ----------------------------------------------------------------------------------------
+
+
+def _begin(name: str, group: GroupLike, tag: Any, peer: Any, what: str, x: Any) -> Call | None:
+    if groups.replica() is not None:
+        raise ContextError(
+            f"{name} is for workers. Inside of strategy.run one program stands for all replicas: use "
+            "all_to_all or broadcast there."
+        )
+    if isinstance(tag, bool) or not isinstance(tag, int):
+        raise InvalidTypeError(f"tag must be a whole number. Received: {tag!r}")
+    if peer is not None:
+        groups.check_rank(peer, what, groups.find(group))
+    call = begin(name, group, True, [x])
+    if call is not None and peer == groups.world().rank:
+        raise InvalidValueError(f"{what} must be another rank than this process. Received: {peer}")
+    if call is not None and len(call.group) == 1:
+        raise InvalidValueError(f"{name} needs a group of at least two. Received: {call.group!r}")
+    return call
+
+
+def _topic(call: Call, tag: int) -> str:
+    return f"message {call.group.name} {tag}"
+
+
+def _receive(tensor: Any, src: int | None, group: GroupLike, tag: int) -> Handle | None:
+    template = as_array(tensor)
+    call = _begin("recv", group, tag, src, "src", template)
+    if call is None:
+        return None
+    world = groups.world()
+    came = world.receive(_topic(call, tag), src)
+    future: Future[Any] = Future()
+    sources: list[int] = []
+    wanted = kind(template)
+
+    def take(done: Future[Message]) -> None:
+        try:
+            message = done.result()
+            sources.append(message.source)
+            dtype, shape = jnp.dtype(message.about["dtype"]), tuple(message.about["shape"])
+            if (dtype, shape) != (jnp.dtype(template.dtype), tuple(template.shape)):
+                sent = f"{dtype.name}[{','.join(map(str, shape))}]"
+                text = (
+                    f"rank {world.rank} receives {wanted} at {call.site}, but rank {message.source} "
+                    f"sent {sent} at {message.about['site']}. Shapes and dtypes must be the same."
+                )
+                future.set_exception(world.fail("mismatch", text))
+                return
+            data = np.frombuffer(bytearray(message.data), dtype).reshape(shape)
+            future.set_result(data if isinstance(template, np.ndarray) else jnp.asarray(data))
+        except Exception as error:  # noqa: BLE001 - the future has it
+            future.set_exception(error)
+
+    came.add_done_callback(lambda done: world.lane(("receive",)).submit(lambda: take(done)))
+    end = time.monotonic() + worker_deadline()
+
+    def check() -> None:
+        world.check()
+        if time.monotonic() > end and not wait_for_futures([came], 0).done:
+            others = [r for r in call.group.ranks if r != world.rank] if src is None else [src]
+            text = (
+                f"rank {world.rank} waited for a message from {world.names(others)} until the "
+                f"deadline, at {call.site}."
+            )
+            raise world.fail("deadline", text)
+
+    return Handle(future, call.site, check, lambda: sources[0])
