@@ -178,11 +178,9 @@ def join_hub(
             place.task.id,
             cluster=place.cluster,
             timeout=max(1.0, end - time.monotonic()),
+            problem=problem,
         )
         try:
-            if problem is not None:
-                member.report(problem)
-                raise problem.error()
             with Arrivals(place.tasks, progress) as arrivals:
                 roster = member.wait_joined(max(1.0, end - time.monotonic()), arrivals.note)
         except BaseException as error:

@@ -112,6 +112,13 @@ def test_workers_must_be_alike(about, error, words):
     assert len(job.failures(2)) == 1, "who comes later is told too"
 
 
+def test_a_worker_that_joins_with_a_problem_never_makes_the_job_ready():
+    job = Job(2, joined=1)
+    job.say(1, join(1, problem=Failure("cluster", "Port 1 is in use.", "worker 1").as_dict()))
+    assert job.failures(0) == job.failures(1) == ["Port 1 is in use."]
+    assert job.got(0, "ready") == job.got(1, "ready") == []
+
+
 def test_another_python_is_no_failure():
     job = Job(1)
     assert job.board.failure is None

@@ -227,6 +227,8 @@ class Board:
         here = {"type": "joined", "worker": str(seat.task), **info, "missing": self._missing_names()}
         out += self._to_all(here)
         out.append((None, here))
+        if message.get("problem"):
+            out += self._fail(Failure.from_dict(message["problem"]))
         out += self._check_alike(seat) or self._check_complete()
         if self.is_ready and self._failure is None:
             members = [{"worker": str(s.task), **s.info} for s in self._seats]

@@ -62,6 +62,7 @@ class Member:
         cluster: a text that describes the cluster; must be the same on all workers.
         devices: how many devices this worker brings, for people.
         timeout: seconds within which the hub must be reached.
+        problem: what is already known to be wrong with this worker; joining then fails the job.
         about: overrides for what is told of this process, such as its versions.
 
     Attributes:
@@ -80,6 +81,7 @@ class Member:
         cluster: str = "",
         devices: int | None = None,
         timeout: float = 60.0,
+        problem: Failure | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.address, self.task = address, f"{task_type} {task_id}"
@@ -118,6 +120,7 @@ class Member:
                 "host": socket.gethostname(),
                 "cluster": cluster,
                 "devices": devices,
+                "problem": None if problem is None else problem.as_dict(),
                 **versions(),
                 **(about or {}),
             }
