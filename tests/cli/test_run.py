@@ -22,7 +22,10 @@ from tests.processes import wait_gone
 import phalanx as px
 from phalanx.cli import main
 from phalanx.cli.terminal import JobView, progress_text
-from phalanx.cluster.hub.facts import Task
+from phalanx.cluster.hub.facts import Failure, Task
+from phalanx.cluster.launch.gang import Outcome
+from phalanx.cluster.launch.job import JobOutcome
+from phalanx.cluster.launch.policy import Reason
 
 Script = Callable[[str], str]
 COMMAND = [sys.executable, "-m", "phalanx"]
@@ -337,6 +340,30 @@ def test_bytes_go_to_files_as_they_are(tmp_path: Path) -> None:
         view.close()
     assert (tmp_path / "out").read_bytes() == b"[worker 0] \xff\x00\x1b[2J\n"
     assert (tmp_path / "err").read_bytes() == b"[worker 0] oh\n"
+
+
+def test_what_is_said_of_a_failure(tmp_path: Path) -> None:
+    tasks = [Task("worker", 0), Task("worker", 1)]
+
+    def said(codes: list[int | None], failure: Failure, again: bool = False) -> list[str]:
+        by_itself = [code is not None for code in codes]
+        gang = Outcome(1, codes, Reason.FAILURE, 0, by_itself, [[], []])
+        with (tmp_path / "err").open("w") as err:
+            outcome = JobOutcome(1, gang, tasks[0], failure, ["Traceback", "E: x"])
+            JobView(tasks, "x", err, err).failed(outcome, again)
+        return (tmp_path / "err").read_text().splitlines()
+
+    early = Failure("exited", "worker 1 ended with exit code 0 before it joined.", "worker 1")
+    own = "[phalanx] worker 0 ended with exit code 1."
+    last = ["[phalanx] The end of what worker 0 wrote:", "Traceback", "E: x"]
+    assert said([1, 0], early) == [own, f"[phalanx] {early.text}", *last]
+    raised = Failure("raised", "a long text", "worker 0")
+    assert said([1, 0], raised) == [own, *last]
+    assert said([1, None], raised, again=True) == [
+        own,
+        "[phalanx] worker 1 could not be ended.",
+        "[phalanx] All processes are started again.",
+    ]
 
 
 def test_what_the_bar_says() -> None:

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.text import Text
 
 from phalanx.cluster.hub.facts import Task, describe_exit
@@ -57,13 +58,13 @@ class JobView:
         self, tasks: Sequence[Task], name: str, stdout: IO[str], stderr: IO[str], bar: bool = True
     ) -> None:
         self._tasks = list(tasks)
-        self._names = [f"[{task}]" for task in tasks]
-        self._streams = (stdout, stderr)
-        self._consoles = [_console(stream) for stream in self._streams]
-        self._bar = _Bar(name, len(tasks), self._consoles[1]) if bar and stderr.isatty() else None
-        if self._bar is not None and stdout.isatty():
-            self._consoles[0] = self._consoles[1]  # one terminal: the bar must know of every line
-        self.overwrite = any(console is not None for console in self._consoles)
+        self._out, self._err = (_destination(stream, tasks) for stream in (stdout, stderr))
+        self._bar: _Bar | None = None
+        if bar and stderr.isatty() and isinstance(self._err, _Screen):
+            self._bar = _Bar(name, len(tasks), self._err.console)
+            if stdout.isatty():
+                self._out = self._err  # one terminal: the bar must know of every line
+        self.overwrite = any(isinstance(place, _Screen) for place in (self._out, self._err))
 
     def begin(self, hub: Hub, attempt: int) -> None:
         """Show the bar of the job whose hub this is."""
@@ -72,31 +73,24 @@ class JobView:
 
     def line(self, index: int, error: bool, line: bytes) -> None:
         """Print a line of a process."""
-        console, name = self._consoles[error], self._names[index]
-        if console is None:
-            _binary(self._streams[error]).write(b"%s %s\n" % (name.encode(), line))
-        else:
-            colour = _COLOURS[index % len(_COLOURS)]
-            text = Text.assemble((name, colour), " ", Text.from_ansi(printable(line)))
-            console.print(text, soft_wrap=True, highlight=False)
+        (self._err if error else self._out).line(index, line)
 
     def flush(self) -> None:
         """Let everything that was printed be seen."""
-        for stream in self._streams:
-            stream.flush()
+        self._out.flush()
+        self._err.flush()
 
     def failed(self, outcome: JobOutcome, again: bool) -> None:
         """Say why the job failed; the failed worker's own words come last."""
         self.flush()
-        for line in _summary(outcome, self._tasks):
-            self._say(line)
+        lines = [f"[phalanx] {line}" for line in _summary(outcome, self._tasks)]
         if again:
-            self._say("All processes are started again.")
-            return
-        self.close()
-        if outcome.culprit is not None and outcome.report:
-            self._say(f"The end of what {outcome.culprit} wrote:")
-            self._print("\n".join(outcome.report))
+            lines.append("[phalanx] All processes are started again.")
+        elif outcome.culprit is not None and outcome.report:
+            lines += [f"[phalanx] The end of what {outcome.culprit} wrote:", *outcome.report]
+        if not again:
+            self.close()
+        self._err.text("\n".join(lines))
         self.flush()
 
     def close(self) -> None:
@@ -104,15 +98,73 @@ class JobView:
         if self._bar is not None:
             self._bar.stop()
 
-    def _say(self, text: str) -> None:
-        self._print(f"[phalanx] {text}")
 
-    def _print(self, text: str) -> None:
-        console = self._consoles[1]
-        if console is None:
-            _binary(self._streams[1]).write(f"{text}\n".encode())
+class _File:
+    """A file, a pipe, or something in memory."""
+
+    def __init__(self, stream: IO[str], names: Sequence[str]) -> None:
+        self._stream = stream
+        self._names = [name.encode() for name in names]
+
+    def line(self, index: int, line: bytes) -> None:
+        binary = getattr(self._stream, "buffer", None)
+        data = b"%s %s\n" % (self._names[index], line)
+        if binary is None:
+            self._stream.write(data.decode("utf-8", "backslashreplace"))
         else:
-            console.print(Text.from_ansi(text), soft_wrap=True, highlight=False)
+            self._stream.flush()
+            binary.write(data)
+
+    def text(self, text: str) -> None:
+        self._stream.write(f"{text}\n")
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+class _Screen:
+    """A terminal. Lines are gathered until the flush, because drawing the bar anew takes a while."""
+
+    def __init__(self, console: Console, names: Sequence[str]) -> None:
+        self.console = console
+        self._names = []
+        self._pending: list[str] = []
+        for i, name in enumerate(names):
+            with console.capture() as coloured:
+                console.print(Text(name, _COLOURS[i % len(_COLOURS)]), end="")
+            self._names.append(coloured.get())
+
+    def line(self, index: int, line: bytes) -> None:
+        text = printable(line)
+        end = _RESET if "\x1b" in text else ""
+        self._pending.append(f"{self._names[index]} {text}{end}")
+
+    def text(self, text: str) -> None:
+        self._pending.append(text)
+
+    def flush(self) -> None:
+        if self._pending:
+            self.console.print(_Raw("\n".join(self._pending)), soft_wrap=True, end="")
+            self._pending.clear()
+
+
+_RESET = "\x1b[0m"
+
+
+class _Raw:
+    """Text that goes to the terminal as it is."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Segment(f"{self._text}\n")
+
+
+def _destination(stream: IO[str], tasks: Sequence[Task]) -> _File | _Screen:
+    names = [f"[{task}]" for task in tasks]
+    console = Console(file=stream)
+    return _Screen(console, names) if console.is_terminal else _File(stream, names)
 
 
 def _summary(outcome: JobOutcome, tasks: Sequence[Task]) -> Iterable[str]:
@@ -121,24 +173,16 @@ def _summary(outcome: JobOutcome, tasks: Sequence[Task]) -> Iterable[str]:
         yield "The job took too long and was ended."
     if gang.reason is Reason.INTERRUPT:
         yield "The job was interrupted."
+    told = set()
     for task, code, by_itself in zip(tasks, gang.codes, gang.by_itself, strict=True):
         if code is None:
             yield f"{task} could not be ended."
         elif code != 0 and by_itself:
             yield f"{task} {describe_exit(code)}."
-    # That a process ended was just said.
-    if outcome.failure is not None and outcome.failure.kind not in ("exited", "raised"):
-        yield outcome.failure.text
-
-
-def _console(stream: IO[str]) -> Console | None:
-    console = Console(file=stream)
-    return console if console.is_terminal else None
-
-
-def _binary(stream: IO[str]) -> IO[bytes]:
-    stream.flush()
-    return stream.buffer  # type: ignore[attr-defined]
+            told.add(str(task))
+    failure = outcome.failure
+    if failure is not None and not (failure.kind in ("exited", "raised") and failure.task in told):
+        yield failure.text
 
 
 class _Bar(Progress):

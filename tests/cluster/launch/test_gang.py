@@ -226,13 +226,14 @@ def test_partial_lines_are_shown_while_the_process_runs() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     with Interrupts() as interrupts:
-        run(
+        outcome, _ = run(
             "import os; os.write(1, b'Continue? ')\n" + WAIT,
             lines=Lines(hear),
             interrupts=interrupts,
             timeout=30,
         )
     assert seen.is_set()
+    assert outcome.reason is Reason.INTERRUPT
 
 
 def test_a_worker_that_writes_without_end_does_not_stop_the_end() -> None:
@@ -271,3 +272,16 @@ def test_without_its_guard_a_job_goes_on() -> None:
         process = Process(["true"], dict(os.environ), own, name="a")
         assert process.wait(10) == 0
         assert process.close() == 0
+
+
+def test_the_guard_of_a_job_within_a_job_is_not_ended_with_the_outer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(guard.MARK, "outer/worker 0/")
+    with Guard() as inner:
+        process = Process(["sleep", "1000"], dict(os.environ), inner, name="a")
+        try:
+            assert guard.marked("outer") == []
+            assert guard.marked(inner.mark) == [process.pid]
+        finally:
+            process.close()

@@ -22,7 +22,6 @@ __all__ = ["Command", "Interrupts", "Outcome", "Sink", "run_gang"]
 
 _LINGER_SECONDS = 1.0
 """How long the children of a process that has ended may clean up."""
-_DRAIN_BYTES = 64 << 20
 _CHUNK = 1 << 16
 _POLL_SECONDS = 0.05
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -293,28 +292,21 @@ class _Gang:
         if self._exited is not None and self._ending.reason is not Reason.DONE:
             self._exited(index, code)
 
-    def _read(self, index: int, member: _Member, fd: int) -> int:
-        """Pass on what a stream has to offer; returns the number of bytes."""
+    def _read(self, index: int, member: _Member, fd: int) -> None:
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
-            return 0
+            return
         if data:
             self._pass_on(index, fd, member.splitters[fd].feed(data, time.monotonic()))
         else:
             self._selector.unregister(fd)
             member.open.discard(fd)
-        return len(data)
 
     def _close_member(self, index: int, member: _Member) -> None:
         if member.closed:
             return
         member.closed = True
-        for fd in sorted(member.open):
-            # The bound is for a process that has run away from its group and never stops writing.
-            left = _DRAIN_BYTES
-            while left > 0 and (count := self._read(index, member, fd)):
-                left -= count
         for fd, splitter in member.splitters.items():
             self._pass_on(index, fd, splitter.flush(0.0, force=True))
         for fd in member.open:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from phalanx.cluster.launch import guard
+from phalanx.cluster.launch import guard as guard_program
 from phalanx.core.errors import NotFoundError
 
 __all__ = ["Guard", "Process", "describe_code", "shell_code"]
@@ -51,8 +51,12 @@ class Guard:
     def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
         self._lock = threading.Lock()
+        # Without a mark of its own: where a job runs inside of a job, the outer one must not end the
+        # guard of the inner one, which then could not do its work.
+        environ = {name: value for name, value in os.environ.items() if name != guard_program.MARK}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__],
+            [sys.executable, "-I", "-S", guard_program.__file__],
+            env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -132,7 +136,7 @@ class Process:
         try:
             self._popen = subprocess.Popen(
                 list(argv),
-                env={**environ, _MARK: self._mark},
+                env={**environ, guard_program.MARK: self._mark},
                 cwd=cwd,
                 stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -186,7 +190,7 @@ class Process:
         """Send a signal to the process and its children."""
         # As long as the leader is not reaped, its number belongs to no other group.
         if self._popen.returncode is None:
-            guard.send_to_group(self.pid, signum)
+            guard_program.send_to_group(self.pid, signum)
 
     def write(self, data: bytes) -> None:
         """Write to the standard input, if the process still reads it."""
@@ -201,7 +205,7 @@ class Process:
             return self._popen.returncode
         self._closed = True
         self.send(signal.SIGKILL)
-        guard.send_to_marked(self._mark, signal.SIGKILL)
+        guard_program.send_to_marked(self._mark, signal.SIGKILL)
         # A process in an uninterruptible system call outlives even SIGKILL; do not wait for ever.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_REAP_SECONDS)
@@ -213,9 +217,6 @@ class Process:
         if self.exit_fd is not None:
             os.close(self.exit_fd)
         return self._popen.returncode
-
-
-_MARK = guard.MARK
 
 
 def _exit_fd(pid: int) -> int | None:
