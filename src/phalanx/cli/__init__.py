@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import phalanx
 from phalanx.cli.arguments import positive
+from phalanx.cli.bench import add_bench_parser
 from phalanx.cli.inspect import add_doctor_parser, add_explain_parser
 from phalanx.cli.run import add_run_parser
 from phalanx.core.errors import PhalanxError
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_run_parser(commands)
     add_explain_parser(commands)
     add_doctor_parser(commands)
+    add_bench_parser(commands)
     options = parser.parse_args(argv)
     try:
         return int(options.function(options))
