@@ -119,6 +119,25 @@ def test_options_reach_the_processes(script: Script, capfd: pytest.CaptureFixtur
     assert capfd.readouterr().out == "[worker 0] 3 1 b c 0\n"
 
 
+def test_the_program_of_the_guide(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "launching.md").read_text()
+    program = re.findall(r"```python\n# train.py\n(.*?)```", guide, re.DOTALL)[0]
+    expected = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)[0]
+    assert main(["run", "-n", "2", "--devices-per-worker", "2", script(program)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(line for line in lines if "[Gloo]" not in line) == expected.splitlines()
+
+
+def test_the_reference_lists_every_option(capfd: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
+    for command in ("run", "explain", "doctor", "demo"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        options = set(re.findall(r"--[a-z][a-z-]+", capfd.readouterr().out)) - {"--help"}
+        section = page.split(f"## `phalanx {command}`")[1].split("\n## ")[0]
+        assert [option for option in sorted(options) if option not in section] == []
+
+
 def test_restarts(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
     path = script("sys.exit(os.environ['PHALANX_RESTART'] != '1')")
     assert main(["run", "--restarts", "1", path]) == 0
