@@ -56,3 +56,21 @@ def test_replicas_must_divide_the_batch() -> None:
     done = start("custom_training_loop.py", "--replicas", "3")
     assert done.returncode == 2
     assert "--replicas" in done.stderr
+
+
+def test_workers_learn_what_one_process_learns() -> None:
+    def epochs(*command: str) -> list[str]:
+        script = str(EXAMPLES / "multi_worker.py")
+        done = subprocess.run(
+            [sys.executable, "-m", *command, script] if command else [sys.executable, script],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return re.findall(r"epoch \d+: loss [\d.]+", done.stdout)
+
+    alone = epochs()
+    assert len(alone) == 4
+    assert epochs("phalanx", "run", "-n", "2") == alone
