@@ -44,7 +44,7 @@ def executor(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("executor", "count"), [("eager", 2), ("compiled", 2), ("compiled", 3)])
 def test_every_operation(executor: str, count: int) -> None:
     x = given(count)
     parts = x.reshape(count, count, -1)
@@ -135,6 +135,8 @@ def test_gradients_are_those_of_the_sum_of_all_losses(executor: str) -> None:
                 return weight * jnp.sum(c.all_reduce(x)[0] ** 2)
             if name == "gather":
                 return weight * jnp.sum(c.all_gather_into_tensor(x)[0] ** 2)
+            if name == "reduce_scatter":
+                return weight * jnp.sum(c.reduce_scatter_tensor(x)[0] ** 2)
             if name == "broadcast":
                 return weight * jnp.sum(c.broadcast(x, 1)[0] ** 2)
             return weight * jnp.sum(c.all_to_all_single(x)[0] ** 2)
@@ -149,6 +151,7 @@ def test_gradients_are_those_of_the_sum_of_all_losses(executor: str) -> None:
         "gather": 2 * total * rows,
         "broadcast": np.stack([0 * rows[0], 2 * total * rows[1]]),
         "all_to_all": 2 * weights * rows,
+        "reduce_scatter": np.stack([2 * weights * rows.sum(0)] * 2),
     }
     for name, gradients in wanted.items():
         found = runs(executor, 2, lambda x, n=name: jax.grad(loss_of(n))(x))

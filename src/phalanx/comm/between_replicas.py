@@ -1,7 +1,8 @@
 """Collectives inside of `Strategy.run`: the ranks are the replicas.
 
-Everything is made of the two operations that a replica context has, a sum and a concatenation over all
-replicas. So it works in both executors, inside of staged code, and can be differentiated.
+Nearly everything is made of the two operations that a replica context has, a sum and a concatenation
+over all replicas. So it works in both executors, inside of staged code, and can be differentiated.
+Compiled code has XLA's own exchange and reduce-scatter.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from phalanx.comm.groups import Group
 from phalanx.comm.reductions import ReduceOp, Reduction, combine, kind_of
 from phalanx.core.replica_context import ReplicaContext
+from phalanx.core.values import REPLICA_AXIS
 
 
 class Replicas:
@@ -31,6 +34,7 @@ class Replicas:
         self._id = jnp.asarray(context.replica_id_in_sync_group)
         places = [group.ranks.index(r) if r in group.ranks else 0 for r in range(count)]
         self._all = group.ranks == tuple(range(count))
+        self._direct = self._all and context.compiled and count > 1
         self.me: Any = self._id if self._all else jnp.asarray(places)[self._id]
         self._inside = jnp.asarray([r in group.ranks for r in range(count)])[self._id]
 
@@ -57,7 +61,17 @@ class Replicas:
 
     def exchange(self, rows: jax.Array) -> jax.Array:
         """Row i goes to member i; row i of the result came from member i."""
+        if self._direct:
+            return lax.all_to_all(rows, REPLICA_AXIS, 0, 0, tiled=True)
         return jnp.take(self.gather(rows), self.me, axis=1)
+
+    def reduce_scatter(self, rows: jax.Array, op: Reduction) -> jax.Array:
+        """The reduction over all members of the row that is this member's."""
+        if self._direct and op is ReduceOp.SUM and rows.dtype != jnp.bool_:
+            return lax.psum_scatter(rows, REPLICA_AXIS, scatter_dimension=0)
+        if self._direct:
+            return combine(op, self.exchange(rows))
+        return self.own(self.all_reduce(rows, op))
 
     def own(self, rows: jax.Array) -> jax.Array:
         """This member's row."""

@@ -302,7 +302,7 @@ def reduce_scatter(
     check_dtype(reduction, xs[0].dtype)
     replicas = _replicas(group)
     if replicas is not None:
-        return _done(replicas.own(replicas.all_reduce(stacked(xs), reduction)), async_op)
+        return _done(replicas.reduce_scatter(stacked(xs), reduction), async_op)
     call = begin("reduce_scatter", group, async_op, xs)
     if call is None:
         return None, None
@@ -325,7 +325,7 @@ def reduce_scatter_tensor(
     _check_divisible(x, count)
     replicas = _replicas(group)
     if replicas is not None:
-        return _done(replicas.own(split_rows(replicas.all_reduce(x, reduction), count)), async_op)
+        return _done(replicas.reduce_scatter(split_rows(x, count), reduction), async_op)
     call = begin("reduce_scatter_tensor", group, async_op, [x])
     if call is None:
         return None, None

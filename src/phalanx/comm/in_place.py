@@ -263,6 +263,9 @@ def filled(handle: Handle | None, fill: Callable[[Any], None], async_op: bool) -
     """What an operation returns that writes its result somewhere when it is there."""
     if handle is None:
         return None
+    if not async_op:
+        fill(handle.result())
+        return None
     future: Future[Any] = Future()
 
     def finish(done: Future[Any]) -> None:
@@ -274,8 +277,4 @@ def filled(handle: Handle | None, fill: Callable[[Any], None], async_op: bool) -
             future.set_result(None)
 
     handle.get_future().add_done_callback(finish)
-    new = handle.following(future)
-    if async_op:
-        return new
-    new.result()
-    return None
+    return handle.following(future)
