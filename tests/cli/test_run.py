@@ -130,9 +130,14 @@ def test_the_program_of_the_guide(script: Script, capfd: pytest.CaptureFixture[s
 
 def test_the_reference_lists_every_option(capfd: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
-    for command in ("run", "explain", "doctor", "demo"):
+    sections = re.findall(r"^## `phalanx (.*)`$", page, re.MULTILINE)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    ([a-z]+) ", capfd.readouterr().out, re.MULTILINE)
+    assert sorted(section.split()[0] for section in sections) == sorted(commands)
+    for command in sections:
         with pytest.raises(SystemExit):
-            main([command, "--help"])
+            main([*command.split(), "--help"])
         options = set(re.findall(r"--[a-z][a-z-]+", capfd.readouterr().out)) - {"--help"}
         section = page.split(f"## `phalanx {command}`")[1].split("\n## ")[0]
         assert [option for option in sorted(options) if option not in section] == []
