@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import phalanx as px
 
@@ -20,7 +21,7 @@ def mixed() -> dict[str, Any]:
         me = c.get_rank()
         total, _ = c.all_reduce(x + me, "max")
         everyone, _ = c.all_gather_into_tensor(jnp.reshape(me, (1,)))
-        moved, _ = c.all_to_all_single(jnp.arange(4.0) + 10.0 * me)
+        moved, _ = c.all_to_all_single(jnp.arange(float(strategy.num_replicas_in_sync)) + 10.0 * me)
         return total, everyone, moved
 
     compiled = px.function(lambda x: strategy.run(step, args=(x,)))
@@ -29,7 +30,7 @@ def mixed() -> dict[str, Any]:
     # Programs of both kinds are launched without waiting, and use the same connections.
     sums = []
     handles = []
-    for i in range(5):
+    for i in range(20):
         handles.append(c.all_reduce(np.full(2000, i + rank, np.float32), async_op=True))
         sums.append(strategy.reduce("sum", strategy.run(lambda: v + 1.0), axis=None))
         compiled(jnp.float32(i))
@@ -41,16 +42,18 @@ def mixed() -> dict[str, Any]:
     return found
 
 
-def test_strategies_and_collectives_take_turns() -> None:
-    with px.testing.MultiProcess(workers=2, devices=2) as cluster:
+@pytest.mark.parametrize("devices", [1, 2])  # with one, both kinds of programs have the same devices
+def test_strategies_and_collectives_take_turns(devices: int) -> None:
+    count = 2 * devices
+    with px.testing.MultiProcess(workers=2, devices=devices) as cluster:
         results = cluster.run(mixed, timeout=120)
     for rank, found in enumerate(results):
         assert (found["size"], found["ready"]) == (2, True)
-        assert found["sums"] == [4.0] * 5
-        assert found["reduced"] == [2.0 * i + 1 for i in range(5)]
+        assert found["sums"] == [float(count)] * 20
+        assert found["reduced"] == [2.0 * i + 1 for i in range(20)]
         for name in ("eager", "compiled"):
             for local, (total, everyone, moved) in enumerate(found[name]):
-                me = 2 * rank + local
-                assert total == 4.0
-                assert everyone == [0, 1, 2, 3]
-                assert moved == [10.0 * i + me for i in range(4)]
+                me = devices * rank + local
+                assert total == count
+                assert everyone == list(range(count))
+                assert moved == [10.0 * i + me for i in range(count)]
