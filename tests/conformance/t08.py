@@ -373,15 +373,43 @@ def tpu_strategy_without_tpu() -> Any:
 # -- what does not exist yet ----------------------------------------------------------------------
 
 awaits("px.Server", "srv_err_bad_type", "srv_err_unknown_job", "srv_err_bad_protocol")
-awaits(
-    "px.MultiWorkerMirroredStrategy",
-    "mwms_err_index_too_big",
-    "mwms_err_bad_job",
-    "mwms_err_two_chiefs",
-    "mwms_err_bad_resolver",
-    "mwms_err_bad_options",
-    "mwms_isinstance_experimental",
-)
+
+
+def strategy_of(cluster: dict[str, list[str]], task_type: str, task_id: int) -> Any:
+    resolver = Simple(ClusterSpec(cluster), task_type=task_type, task_id=task_id)
+    return px.MultiWorkerMirroredStrategy(resolver)
+
+
+@case()
+def mwms_err_index_too_big() -> Any:
+    return strategy_of(WORKERS, "worker", 9)
+
+
+@case()
+def mwms_err_bad_job() -> Any:
+    return strategy_of({"foo": ["a:1"]}, "foo", 0)
+
+
+@case()
+def mwms_err_two_chiefs() -> Any:
+    return strategy_of({"chief": ["a:1", "b:1"]}, "chief", 0)
+
+
+@case()
+def mwms_err_bad_resolver() -> Any:
+    return px.MultiWorkerMirroredStrategy(cluster_resolver="x")  # type: ignore[arg-type]
+
+
+@case()
+def mwms_err_bad_options() -> Any:
+    return px.MultiWorkerMirroredStrategy(communication_options="NCCL")  # type: ignore[arg-type]
+
+
+@case()
+def mwms_isinstance_experimental() -> Any:
+    return isinstance(px.MultiWorkerMirroredStrategy(), px.experimental.MultiWorkerMirroredStrategy)
+
+
 awaits("px.experimental.rpc", "rpc_register_without_signature")
 awaits(
     "px.experimental.PreemptionCheckpointHandler",

@@ -127,7 +127,8 @@ def test_the_line_to_change_in_the_readme() -> None:
 def public_modules(within: ModuleType = px) -> list[ModuleType]:
     """A module and the modules that it exports and that belong to it, as deep as they go."""
     exported = [getattr(within, name) for name in sorted(getattr(within, "__all__", ()))]
-    inner = [m for m in exported if inspect.ismodule(m) and m.__name__.startswith(within.__name__ + ".")]
+    inside = within.__name__ + "."
+    inner = [m for m in exported if inspect.ismodule(m) and m.__name__.startswith(inside)]
     return [within, *(deeper for module in inner for deeper in public_modules(module))]
 
 

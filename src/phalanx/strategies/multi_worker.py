@@ -20,7 +20,7 @@ from phalanx.collectives import programs
 from phalanx.collectives.cross_worker_ops import CrossWorkerOps
 from phalanx.core import compat
 from phalanx.core.devices import default_devices, device_name
-from phalanx.core.errors import DivergenceError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import DivergenceError, InvalidValueError
 from phalanx.core.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -56,7 +56,7 @@ class OldMultiWorkerMirroredStrategy(Strategy):
         if cluster_resolver is None:
             cluster_resolver = TFConfigClusterResolver()
         if not isinstance(cluster_resolver, ClusterResolver):
-            raise InvalidTypeError(
+            raise InvalidValueError(
                 "cluster_resolver must be a px.cluster_resolver.ClusterResolver or None. "
                 f"Received: {cluster_resolver!r}"
             )
@@ -103,6 +103,11 @@ class MultiWorkerMirroredStrategy(OldMultiWorkerMirroredStrategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
+        if not isinstance(communication_options, CommunicationOptions | None):
+            raise InvalidValueError(
+                "communication_options must be a px.experimental.CommunicationOptions or None. "
+                f"Received: {communication_options!r}"
+            )
         self._start(cluster_resolver, as_communication_options(communication_options))
 
 
