@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from phalanx.cluster import runtime
+from phalanx.cluster import data_plane, runtime
 from phalanx.cluster.arrivals import Arrivals
 from phalanx.cluster.hub.client import Member, Roster
 from phalanx.cluster.hub.dialling import split_address
@@ -31,7 +31,8 @@ from phalanx.cluster.observer import Observer
 from phalanx.cluster.preflight import Place, bind_host, find_place, port_problem
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.tokens import find_token
-from phalanx.cluster.watchdog import EXIT_CODE, Watchdog
+from phalanx.cluster.watchdog import Watchdog
+from phalanx.core import compat
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import (
     ClusterEnvironmentError,
@@ -70,6 +71,7 @@ class Connection:
         self._ended = False
         sys.excepthook = self._hook
         atexit.register(self._at_exit)
+        member.status.phase = "step"
 
     def disconnect(self, timeout: float = _GOODBYE) -> None:
         """Leave the job: wait a moment for the others to come to their end, and leave JAX's runtime.
@@ -102,9 +104,10 @@ class Connection:
 
     def _at_exit(self) -> None:
         failed = self._crashed or self.member.failure is not None
-        if failed:
-            _guard_exit(1 if self._crashed else EXIT_CODE)
         self.disconnect()
+        if failed:
+            compat.abandon_backends()
+            _failed.append(self)
 
 
 def connect(
@@ -140,10 +143,18 @@ def connect(
         runtime.prepare(devices_per_worker, seconds + grace)
         left = max(30.0, end - time.monotonic())
         coordinator = roster.get("coordinator")
-        runtime.run_unless_failed(lambda: runtime.start(place, coordinator, left), member, left)
-        counts = member.exchange("devices", jax.local_device_count(), timeout=left)
-        if len(set(counts)) > 1:
-            _log.warning("The workers have different numbers of devices: %s", counts)
+        listener = runtime.run_unless_failed(
+            lambda: runtime.start(place, coordinator, left), member, left
+        )
+        facts = member.exchange("start", [jax.local_device_count(), listener], timeout=left)
+        if len({count for count, _ in facts}) > 1:
+            _log.warning("The workers have different numbers of devices: %s", [n for n, _ in facts])
+        listeners = [listener for _, listener in facts]
+
+        def free_native_waits(failure: Failure) -> None:
+            data_plane.cut(listeners)
+
+        member.on_failure(free_native_waits)
     except BaseException as error:
         member.report_exception(error)
         member.leave()
@@ -250,17 +261,20 @@ def _wait_for_port(place: Place, token: str, bind: str | None) -> bool:
         time.sleep(0.1)
 
 
-def _guard_exit(code: int) -> None:
-    """End the process after a while even if something at its end hangs."""
+# -- the end --------------------------------------------------------------------------------------
 
-    def end() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):
-                continue
-        os._exit(code)
+_failed: list[Connection] = []
 
-    timer = threading.Timer(_EXIT_GUARD, end)
-    timer.daemon = True
-    timer.start()
+
+def _guard_end() -> None:
+    """End the process of a failed job even if something at its end hangs, also with Python's lock.
+
+    Functions for the end run in the opposite order of their registration, so this one, which is
+    registered early, comes after those of the program.
+    """
+    if _failed:
+        nowhere = open(os.devnull, "w")  # noqa: SIM115 - stays open until the end
+        faulthandler.dump_traceback_later(_EXIT_GUARD, exit=True, file=nowhere)
+
+
+atexit.register(_guard_end)

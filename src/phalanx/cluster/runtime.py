@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from phalanx.cluster.data_plane import Address, listening
 from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.facts import Failure, Task
 from phalanx.cluster.preflight import Place, bind_host, is_loopback
@@ -61,13 +62,18 @@ def prepare(devices_per_worker: int | None, collective_timeout: float) -> None:
     devices.prepare_backend()
 
 
-def start(place: Place, coordinator: str | None, timeout: float) -> None:
-    """Start JAX on the devices of all workers, and let them talk to each other once."""
+def start(place: Place, coordinator: str | None, timeout: float) -> Address | None:
+    """Start JAX on the devices of all workers, and let them talk to each other once.
+
+    Returns the address at which devices of other workers reach this one's, if it is known.
+    """
     if coordinator is None:
         raise ClusterEnvironmentError("The hub runs no coordination service, which JAX needs.")
     host = _own_host(place)
+    before = listening()
     compat.join_processes(coordinator, place.rank, len(place.tasks), timeout=timeout, host=host)
     jax.devices()
+    new = listening() - before
     try:
         with _without_greetings():
             _touch_all()
@@ -77,6 +83,7 @@ def start(place: Place, coordinator: str | None, timeout: float) -> None:
             "use ports that the system chooses: open all ports between the machines. "
             f"Received: {error}"
         ) from error
+    return new.pop() if len(new) == 1 else None
 
 
 def leave() -> None:

@@ -6,6 +6,8 @@ else in the package imports from ``jax._src`` or relies on undocumented behaviou
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import dataclasses
 import functools
 import importlib.util
@@ -15,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import api as _api
 from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import core as _core
@@ -101,6 +104,16 @@ def leave_processes() -> None:
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
     if client is not None:
         client.shutdown()
+
+
+def abandon_backends() -> None:
+    """Let the process end without waiting for programs that will never finish.
+
+    JAX waits for its devices when it is cleaned up, and for ever if another process is gone.
+    """
+    atexit.unregister(_api.clean_up)
+    for backend in _bridge._backends.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))  # so that it is never destroyed
 
 
 # -- jit ---------------------------------------------------------------------------------------------
