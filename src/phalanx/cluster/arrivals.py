@@ -18,8 +18,6 @@ __all__ = ["Arrivals"]
 
 _log = logging.getLogger("phalanx")
 
-_REMINDER = 5.0  # seconds after which the missing ones are named
-
 
 class Arrivals:
     """A context manager that shows arrivals: live on a terminal, as lines of the log elsewhere.
@@ -28,6 +26,8 @@ class Arrivals:
         tasks: all tasks that are expected.
         progress: called with each message about an arrival instead of showing it.
     """
+
+    _patience = 5.0  # seconds after which the missing ones are named
 
     def __init__(
         self, tasks: Sequence[Task], progress: Callable[[dict[str, Any]], None] | None = None
@@ -77,6 +77,6 @@ class Arrivals:
         return Text("\n".join(lines))
 
     def _remind(self) -> None:
-        if not self._done.wait(_REMINDER):
+        if not self._done.wait(self._patience):
             where = ", ".join(f"{name} ({self._addresses.get(name, '?')})" for name in self._missing)
             _log.warning("Waiting for %s to join.", where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import platform
 import selectors
@@ -29,6 +30,8 @@ from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import DeadlineExceededError, PhalanxError, UnauthenticatedError
 
 __all__ = ["Member", "Roster", "versions"]
+
+_log = logging.getLogger(__name__)
 
 _INTERVAL = 0.25  # seconds between looks at the status
 _SIGN_OF_LIFE = 1.0  # seconds after which the status is sent although nothing has changed
@@ -452,7 +455,10 @@ class Member:
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         for callback in callbacks:
-            callback(failure)
+            try:
+                callback(failure)
+            except Exception:  # noqa: BLE001 - the others and this thread must go on
+                _log.exception("A callback for the failure of the job failed")
 
     def _gone(self) -> Failure:
         text = (
