@@ -47,12 +47,13 @@ class ClusterWorld(World):
     def everywhere(self, mine: Any) -> list[Any]:
         """What each worker has, put together through files; by rank."""
         connection = self.strategy.extended._connection  # type: ignore[attr-defined]
-        place = Path(tempfile.gettempdir()) / f"phalanx-{connection.member.address}-{next(_numbers)}"
-        own = place.with_suffix(f".{connection.rank}")
+        name = f"phalanx-{connection.member.address}-{next(_numbers)}"
+        place = Path(tempfile.gettempdir())
+        own = place / f"{name}-{connection.rank}"
         own.write_bytes(pickle.dumps(jax.tree.map(_on_host, mine)))
         connection.member.exchange("contract", None)
         try:
-            files = [place.with_suffix(f".{i}") for i in range(connection.size)]
+            files = [place / f"{name}-{i}" for i in range(connection.size)]
             return [pickle.loads(file.read_bytes()) for file in files]
         finally:
             connection.member.exchange("contract", None)
