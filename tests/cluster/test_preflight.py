@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.cluster import preflight
 from phalanx.cluster.hub.facts import Task
-from phalanx.cluster.hub.server import listen
+from phalanx.cluster.hub.sockets import listen
 from phalanx.cluster.resolvers import SimpleClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tokens import find_token, own_token

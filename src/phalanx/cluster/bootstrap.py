@@ -27,6 +27,7 @@ from phalanx.cluster.hub.dialling import split_address
 from phalanx.cluster.hub.facts import Failure
 from phalanx.cluster.hub.frames import ProtocolError
 from phalanx.cluster.hub.process import HubProcess
+from phalanx.cluster.hub.tunnel import Tunnel
 from phalanx.cluster.observer import Observer
 from phalanx.cluster.preflight import Place, bind_host, find_place, port_problem
 from phalanx.cluster.resolvers.base import ClusterResolver
@@ -60,11 +61,13 @@ class Connection:
         roster: what is known of each worker, by rank.
     """
 
-    def __init__(self, member: Member, place: Place, roster: Roster, watchdog: Watchdog) -> None:
+    def __init__(
+        self, member: Member, place: Place, roster: Roster, watchdog: Watchdog, tunnel: Tunnel
+    ) -> None:
         self.member, self.place = member, place
         self.rank, self.size = place.rank, len(place.tasks)
         self.roster = list(roster["members"])
-        self._watchdog = watchdog
+        self._watchdog, self._tunnel = watchdog, tunnel
         self._previous_hook = sys.excepthook
         self._hook = self._on_exception  # one object, so that it can be recognised
         self._crashed = False
@@ -87,7 +90,10 @@ class Connection:
         if not self._crashed:
             self.member.meet("goodbye", timeout)
         self._watchdog.stop()
-        runtime.leave()
+        hub_is_gone = self.member.failure is not None and self.member.failure.kind == "hub"
+        runtime.leave(abandon=hub_is_gone)
+        if not hub_is_gone:  # else JAX must find it open until the end
+            self._tunnel.close()
         self.member.leave()
 
     def _on_exception(
@@ -140,11 +146,13 @@ def connect(
     seconds = worker_deadline() if deadline is None else deadline
     watchdog = Watchdog(member, warn_after=warn_after, deadline=seconds, grace=grace)
     try:
+        if not roster["service"]:
+            raise ClusterEnvironmentError("The hub runs no coordination service, which JAX needs.")
         runtime.prepare(devices_per_worker, seconds + grace)
         left = max(30.0, end - time.monotonic())
-        coordinator = roster.get("coordinator")
+        tunnel = Tunnel(member.address, find_token(place.is_local))
         listener = runtime.run_unless_failed(
-            lambda: runtime.start(place, coordinator, left), member, left
+            lambda: runtime.start(place, tunnel.address, left), member, left
         )
         facts = member.exchange("start", [jax.local_device_count(), listener], timeout=left)
         if len({count for count, _ in facts}) > 1:
@@ -159,7 +167,7 @@ def connect(
         member.report_exception(error)
         member.leave()
         raise
-    return Connection(member, place, roster, watchdog.start())
+    return Connection(member, place, roster, watchdog.start(), tunnel)
 
 
 def join_hub(

@@ -19,7 +19,7 @@ from rich.console import Console
 from phalanx.cluster.bootstrap import join_hub
 from phalanx.cluster.hub.client import Member, versions
 from phalanx.cluster.hub.dialling import split_address
-from phalanx.cluster.hub.server import join_address, listen
+from phalanx.cluster.hub.sockets import join_address, listen
 from phalanx.cluster.observer import Observer
 from phalanx.cluster.preflight import (
     Place,

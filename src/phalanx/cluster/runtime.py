@@ -62,16 +62,15 @@ def prepare(devices_per_worker: int | None, collective_timeout: float) -> None:
     devices.prepare_backend()
 
 
-def start(place: Place, coordinator: str | None, timeout: float) -> Address | None:
+def start(place: Place, service: str, timeout: float) -> Address | None:
     """Start JAX on the devices of all workers, and let them talk to each other once.
 
-    Returns the address at which devices of other workers reach this one's, if it is known.
+    `service` is the address of JAX's coordination service. Returns the address at which devices of
+    other workers reach this one's, if it is known.
     """
-    if coordinator is None:
-        raise ClusterEnvironmentError("The hub runs no coordination service, which JAX needs.")
     host = _own_host(place)
     before = listening()
-    compat.join_processes(coordinator, place.rank, len(place.tasks), timeout=timeout, host=host)
+    compat.join_processes(service, place.rank, len(place.tasks), timeout=timeout, host=host)
     jax.devices()
     new = listening() - before
     try:
@@ -86,10 +85,13 @@ def start(place: Place, coordinator: str | None, timeout: float) -> Address | No
     return new.pop() if len(new) == 1 else None
 
 
-def leave() -> None:
-    """Leave the runtime; does not wait for the others, and raises nothing."""
+def leave(*, abandon: bool = False) -> None:
+    """Leave the runtime; does not wait for the others, and raises nothing.
+
+    `abandon` is for a runtime whose service is gone: nobody is told.
+    """
     try:
-        compat.leave_processes()
+        compat.leave_processes(abandon=abandon)
     except (RuntimeError, ValueError) as error:
         _log.info("JAX's runtime did not end in order: %s", error)
 

@@ -97,12 +97,17 @@ def processes_are_joined() -> bool:
     return _distributed.global_state.client is not None
 
 
-def leave_processes() -> None:
-    """Undo `join_processes`. With the service's peers gone or not, this does not wait for them."""
+def leave_processes(*, abandon: bool = False) -> None:
+    """Undo `join_processes`. With the service's peers gone or not, this does not wait for them.
+
+    `abandon` is for a service that is gone, and would not answer.
+    """
     state = _distributed.global_state
     client, state.client = state.client, None
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
-    if client is not None:
+    if client is not None and abandon:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # so that it is never destroyed
+    elif client is not None:
         client.shutdown()
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.processes import wait_gone
 
 from phalanx.cluster import bootstrap, preflight
-from phalanx.cluster.hub.server import listen
+from phalanx.cluster.hub.sockets import listen
 from phalanx.cluster.launch.jobs import find_job, running_jobs
 from phalanx.cluster.observer import Observer
 from phalanx.cluster.resolvers import SimpleClusterResolver
@@ -101,7 +101,7 @@ def test_the_first_worker_starts_the_hub_and_it_ends_with_the_last():
         results = [future.result(SECONDS) for future in futures]
     members = [member for member, _ in results]
     assert {member.address for member in members} == {addresses[0]}
-    assert {roster["coordinator"] for _, roster in results} != {None}
+    assert {roster["service"] for _, roster in results} == {True}
     job = find_job(addresses[0])
     assert job.name == os.path.basename(sys.argv[0])
     for member in (members[0], members[2]):

@@ -17,7 +17,8 @@ from phalanx.cluster.doctor import Finding, doctor, examine, examine_together
 from phalanx.cluster.explain import explain
 from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.facts import Failure, Task
-from phalanx.cluster.hub.server import Hub, listen
+from phalanx.cluster.hub.server import Hub
+from phalanx.cluster.hub.sockets import listen
 from phalanx.cluster.launch.jobs import RunningJob, announced
 from phalanx.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
 from phalanx.cluster.spec import ClusterSpec

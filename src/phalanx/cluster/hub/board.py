@@ -52,7 +52,7 @@ class Board:
     [7, 8, None]
     """
 
-    def __init__(self, expected: Sequence[Task], *, coordinator: str | None = None) -> None:
+    def __init__(self, expected: Sequence[Task], *, has_service: bool = False) -> None:
         if len(set(expected)) < len(expected) or not expected:
             raise InvalidValueError(
                 f"A job needs at least one task, and each of them once. Received: {list(expected)}"
@@ -60,7 +60,7 @@ class Board:
         self._seats = [Seat(task, rank) for rank, task in enumerate(expected)]
         self._by_task = {(s.task.type, s.task.id): s for s in self._seats}
         self._by_peer: dict[int, Seat] = {}
-        self._coordinator = coordinator
+        self._has_service = has_service
         self._failure: Failure | None = None
         self._later: list[Failure] = []
         self._exchanges: dict[str, tuple[dict[int, Any], float]] = {}
@@ -232,7 +232,7 @@ class Board:
         out += self._check_alike(seat) or self._check_complete()
         if self.is_ready and self._failure is None:
             members = [{"worker": str(s.task), **s.info} for s in self._seats]
-            ready = {"type": "ready", "members": members, "coordinator": self._coordinator}
+            ready = {"type": "ready", "members": members, "service": self._has_service}
             out += [*self._to_all(ready), (None, ready)]
         return out
 

@@ -39,7 +39,8 @@ _ANSWER = 10.0  # seconds within which the hub itself answers
 _CHUNK = 256 * 1024
 
 Roster = dict[str, Any]
-"""Who is in the job, once all have joined: "members" (a list of dicts by rank) and "coordinator"."""
+"""Who is in the job, once all have joined: "members", a list of dicts by rank, and whether there is a
+"service" for JAX."""
 
 
 def versions() -> dict[str, str]:

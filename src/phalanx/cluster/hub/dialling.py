@@ -6,7 +6,7 @@ import socket
 import time
 
 from phalanx.cluster.hub.frames import ProtocolError, Stream
-from phalanx.cluster.hub.server import keep_alive
+from phalanx.cluster.hub.sockets import keep_alive
 from phalanx.core.errors import DeadlineExceededError, InvalidValueError, UnauthenticatedError
 
 __all__ = ["dial", "is_broken_connection", "split_address"]

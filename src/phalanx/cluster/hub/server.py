@@ -23,7 +23,9 @@ from phalanx.cluster.hub.board import Board, Out
 from phalanx.cluster.hub.compat import start_coordination_service
 from phalanx.cluster.hub.facts import Failure, Task, describe_exit
 from phalanx.cluster.hub.frames import ProtocolError, Stream
+from phalanx.cluster.hub.sockets import join_address, keep_alive, listen
 from phalanx.cluster.hub.table import Table
+from phalanx.cluster.hub.tunnel import REQUEST, PrivateSocket, Pump
 from phalanx.core.errors import (
     ClusterEnvironmentError,
     DeadlineExceededError,
@@ -31,7 +33,7 @@ from phalanx.core.errors import (
     UnauthenticatedError,
 )
 
-__all__ = ["Hub", "join_address", "keep_alive", "listen"]
+__all__ = ["Hub"]
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class Hub:
         self._cause_of_death = cause_of_death
         self._board = Board(self._expected)
         self._listener: socket.socket | None = None
-        self._service: Any = None
+        self._service: _Service | None = None
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}
         self._numbers = itertools.count(1)
@@ -110,15 +112,13 @@ class Hub:
     def start(self) -> Hub:
         """Listen, start JAX's coordination service, and serve in a thread."""
         self._listener = listen(self._host, self._port)
-        coordinator = None
         if self._coordination:
             try:
-                self._service, port = _start_service(self._host, len(self._expected))
+                self._service = _Service(len(self._expected))
             except BaseException:
                 self._listener.close()
                 raise
-            coordinator = join_address(self._advertised, port)
-        self._board = Board(self._expected, coordinator=coordinator)
+        self._board = Board(self._expected, has_service=self._coordination)
         self._wake_out, self._wake_in = socket.socketpair()
         for sock in (self._listener, self._wake_out):
             sock.setblocking(False)
@@ -147,7 +147,7 @@ class Hub:
                 sock.close()
         self._selector.close()
         if self._service is not None:
-            self._service.shutdown()
+            self._service.close()
             self._service = None
 
     def __enter__(self) -> Hub:
@@ -319,12 +319,26 @@ class Hub:
             return
         try:
             for message in connection.stream.receive(data):
+                if message == REQUEST:
+                    self._open_tunnel(connection)
+                    return
                 self._send(self._board.handle(connection.number, message, time.monotonic()))
         except (ProtocolError, UnauthenticatedError, InvalidValueError):
             self._flush(connection)
             self._drop(connection)
             return
         self._flush(connection)
+
+    def _open_tunnel(self, connection: _Connection) -> None:
+        """From now on the connection belongs to JAX."""
+        if self._service is None or self._board.task_of(connection.number) is not None:
+            self._drop(connection)
+            return
+        connection.stream.send(REQUEST)
+        self._flush(connection)
+        if self._connections.pop(connection.number, None) is not None:
+            self._selector.unregister(connection.socket)
+            self._service.add(connection.socket)
 
     def _flush(self, connection: _Connection) -> None:
         if connection.number not in self._connections:
@@ -381,54 +395,37 @@ class Hub:
                 _log.exception("on_event failed for %s", message["type"])
 
 
-# -- sockets --------------------------------------------------------------------------------------
+# -- JAX's service -------------------------------------------------------------------------------
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address; what is in the way is said in words."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+class _Service:
+    """JAX's coordination service at a private socket, and the tunnels to it."""
+
+    def __init__(self, processes: int) -> None:
+        self._place = PrivateSocket()
+        self._pump = Pump("phalanx-hub-tunnels")
         try:
-            # A port that an ended process used may be taken again at once.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1024)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ClusterEnvironmentError(
-            f"Nothing can listen at {host}:{port}: {error.strerror or error}. The port may be in use, "
-            f"or the address may belong to another machine. Received: {host}:{port}"
-        ) from error
-    return listener
-
-
-def keep_alive(sock: socket.socket) -> None:
-    """Let the kernel notice within about half a minute that the machine at the other end is gone."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def join_address(host: str, port: int) -> str:
-    """``host:port``, with brackets where the host is an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _start_service(host: str, processes: int) -> tuple[Any, int]:
-    """JAX's service at a free port, which it cannot choose itself, and the port."""
-    problem: Exception | None = None
-    for _ in range(5):  # somebody else may take the port in between
-        with listen(host, 0) as probe:
-            port = probe.getsockname()[1]
-        try:
-            return start_coordination_service(join_address(host, port), processes), port
+            self._service = start_coordination_service(self._place.address, processes)
         except RuntimeError as error:
-            problem = error
-    raise ClusterEnvironmentError(
-        f"JAX's coordination service does not start at {host}. Received: {problem}"
-    ) from problem
+            self._pump.close()
+            self._place.remove()
+            raise ClusterEnvironmentError(
+                f"JAX's coordination service does not start. Received: {error}"
+            ) from error
+
+    def add(self, peer: socket.socket) -> None:
+        """Connect a peer with the service."""
+        upstream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            upstream.connect(self._place.path)
+        except OSError:
+            upstream.close()
+            peer.close()
+            return
+        self._pump.add(peer, upstream)
+
+    def close(self) -> None:
+        """End the tunnels and the service."""
+        self._pump.close()
+        self._service.shutdown()
+        self._place.remove()
