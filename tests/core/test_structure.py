@@ -96,3 +96,7 @@ def test_mapping_types_and_order_are_kept() -> None:
     assert list(joined) == ["z", "a"]
     defaults = collections.defaultdict(list, a=1)
     assert regroup([defaults, defaults]).default_factory is list
+
+
+def test_mappings_are_joined_by_key_whatever_their_order() -> None:
+    assert merge_nests([{"a": 1, "b": 2}, {"b": 4, "a": 3}], tuple) == {"a": (1, 3), "b": (2, 4)}

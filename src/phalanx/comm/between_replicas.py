@@ -1,89 +1,105 @@
-"""Collectives inside of `Strategy.run`: the ranks are the replicas.
+"""Collectives inside of `Strategy.run`, where the ranks are the replicas.
 
-Nearly everything is made of the two operations that a replica context has, a sum and a concatenation
-over all replicas. So it works in both executors, inside of staged code, and can be differentiated.
-Compiled code has XLA's own exchange and reduce-scatter.
+Replicas that run eagerly exchange what they have at an `Office`, like workers do: only members of a
+group call its operations, and shapes may differ. Compiled replicas are one program, whose operations
+are XLA's own; all replicas make each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
+from phalanx.comm import groups
+from phalanx.comm.calls import Outcome
 from phalanx.comm.groups import Group
-from phalanx.comm.reductions import ReduceOp, Reduction, combine, kind_of
-from phalanx.core.replica_context import ReplicaContext
-from phalanx.core.values import REPLICA_AXIS
+from phalanx.comm.reductions import Reduction
+from phalanx.core.errors import InvalidValueError
 
 
-class Replicas:
-    """The replicas of a group, from the view of one replica.
+class Replicas(Protocol):
+    """The replicas of a group, from the view of one of them; `place`s are ranks in the group."""
 
-    All replicas call an operation, because one program stands for all of them. What replicas outside of
-    the group get has the shape of the result and is of no use, except that their own array comes back
-    where the shape is the same.
+    async_op: bool
+
+    def all_reduce(self, xs: list[Any], op: Reduction, many: bool) -> Outcome:
+        """The reductions of `many` arrays, or of one."""
+        ...
+
+    def reduce(self, x: Any, place: int, op: Reduction) -> Outcome:
+        """The reduction at one place, and the own array elsewhere."""
+        ...
+
+    def broadcast(self, x: Any, place: int) -> Outcome:
+        """The array of one place."""
+        ...
+
+    def all_gather(self, x: Any, whole: bool) -> Outcome:
+        """The arrays of all, as a list or as a whole."""
+        ...
+
+    def gather(self, x: Any, place: int, whole: bool) -> Outcome:
+        """The arrays of all at one place."""
+        ...
+
+    def scatter(self, xs: list[Any] | None, place: int) -> Outcome:
+        """This member's array of the list of one place."""
+        ...
+
+    def reduce_scatter(self, xs: list[Any], op: Reduction) -> Outcome:
+        """This member's place of the reductions of all lists."""
+        ...
+
+    def all_to_all(self, xs: list[Any]) -> Outcome:
+        """Array i to place i; those that came."""
+        ...
+
+    def all_to_all_single(self, x: Any, outputs: list[int] | None, inputs: list[int] | None) -> Outcome:
+        """Parts of one array to all places; those that came, joined."""
+        ...
+
+    def barrier(self) -> Outcome:
+        """Nothing, when all are here."""
+        ...
+
+
+def replicas_of(name: str, group: Any, async_op: bool = False) -> Replicas | None:
+    """The replicas of a group inside of `Strategy.run`; None outside of it.
+
+    Args:
+        name: the operation that asks.
+        group: the group, its name, or None.
+        async_op: whether results shall have handles.
     """
+    context = groups.replica()
+    if context is None:
+        return None
+    found = checked_group(group)
+    if context.compiled or context.num_replicas_in_sync == 1:
+        from phalanx.comm.replicas_compiled import CompiledReplicas
 
-    def __init__(self, context: ReplicaContext, group: Group) -> None:
-        self._context, self._group = context, group
-        count = context.num_replicas_in_sync
-        self._id = jnp.asarray(context.replica_id_in_sync_group)
-        places = [group.ranks.index(r) if r in group.ranks else 0 for r in range(count)]
-        self._all = group.ranks == tuple(range(count))
-        self._direct = self._all and context.compiled and count > 1
-        self.me: Any = self._id if self._all else jnp.asarray(places)[self._id]
-        self._inside = jnp.asarray([r in group.ranks for r in range(count)])[self._id]
+        return CompiledReplicas(context, found, name, async_op)
+    from phalanx.comm.replicas_eager import EagerReplicas
 
-    def gather(self, x: Any) -> jax.Array:
-        """The arrays of all members as rows."""
-        rows = self._context.all_gather(jnp.asarray(x)[None], 0)
-        return rows if self._all else rows[jnp.asarray(self._group.ranks)]
-
-    def all_reduce(self, x: Any, op: Reduction) -> jax.Array:
-        """The reduction over all members."""
-        x = jnp.asarray(x)
-        plain = op in (ReduceOp.SUM, ReduceOp.AVG) and kind_of(x.dtype) in ("floating", "complex")
-        if self._all and plain:
-            return self._context.all_reduce("sum" if op is ReduceOp.SUM else "mean", x)
-        return self._or_own(combine(op, self.gather(x)), x)
-
-    def from_one(self, x: Any, source: int) -> jax.Array:
-        """The array of one member."""
-        return self._or_own(self.gather(x)[source], x)
-
-    def only_at(self, result: jax.Array, place: int, otherwise: Any) -> jax.Array:
-        """The result on one member, and something else on the others."""
-        return jnp.where(self._inside & (self.me == place), result, otherwise)
-
-    def exchange(self, rows: jax.Array) -> jax.Array:
-        """Row i goes to member i; row i of the result came from member i."""
-        if self._direct:
-            return lax.all_to_all(rows, REPLICA_AXIS, 0, 0, tiled=True)
-        return jnp.take(self.gather(rows), self.me, axis=1)
-
-    def reduce_scatter(self, rows: jax.Array, op: Reduction) -> jax.Array:
-        """The reduction over all members of the row that is this member's."""
-        if self._direct and op is ReduceOp.SUM and rows.dtype != jnp.bool_:
-            return lax.psum_scatter(rows, REPLICA_AXIS, scatter_dimension=0)
-        if self._direct:
-            return combine(op, self.exchange(rows))
-        return self.own(self.all_reduce(rows, op))
-
-    def own(self, rows: jax.Array) -> jax.Array:
-        """This member's row."""
-        return jnp.take(rows, self.me, axis=0)
-
-    def _or_own(self, result: jax.Array, x: Any) -> jax.Array:
-        return result if self._all else jnp.where(self._inside, result, jnp.asarray(x))
+    return EagerReplicas(context, found, name, async_op)
 
 
-def split_rows(x: jax.Array, count: int) -> jax.Array:
-    """The first dimension in `count` equal parts, as rows."""
-    return jnp.reshape(x, (count, x.shape[0] // count, *x.shape[1:]))
+def checked_group(group: Any) -> Group:
+    """A group whose ranks are replicas."""
+    found, count = groups.find(group), groups.world_size()
+    if max(found.ranks) >= count:
+        raise InvalidValueError(
+            f"Inside of strategy.run the ranks are the {count} replicas. Received: {found!r}"
+        )
+    return found
+
+
+def parts_of(x: Any, sizes: Sequence[int]) -> list[Any]:
+    """An array cut along the first dimension."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [x[e - n : e] for e, n in zip(ends, sizes, strict=True)]
 
 
 def joined(rows: Any) -> Any:
@@ -91,11 +107,6 @@ def joined(rows: Any) -> Any:
     return rows.reshape((rows.shape[0] * rows.shape[1], *rows.shape[2:]))
 
 
-def listed(rows: jax.Array) -> list[jax.Array]:
-    """Rows as a list."""
-    return [rows[i] for i in range(rows.shape[0])]
-
-
-def stacked(xs: Sequence[Any]) -> jax.Array:
+def stacked(xs: Sequence[Any]) -> Any:
     """Arrays of one shape as rows."""
     return jnp.stack([jnp.asarray(x) for x in xs])

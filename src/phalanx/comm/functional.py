@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.comm import groups
 from phalanx.comm import ragged as rg
-from phalanx.comm.between_replicas import Replicas, joined, listed, split_rows, stacked
+from phalanx.comm.between_replicas import joined, parts_of, replicas_of
 from phalanx.comm.calls import (
     Call,
     Outcome,
@@ -23,25 +23,11 @@ from phalanx.comm.calls import (
     snapshot,
 )
 from phalanx.comm.groups import Group
-from phalanx.comm.handles import PendingArray, finished
 from phalanx.comm.reductions import ReduceOp, as_reduction, check_dtype, name_of
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 
 GroupLike = Group | str | None
 Op = Any
-
-
-def _replicas(group: GroupLike) -> Replicas | None:
-    context = groups.replica()
-    return None if context is None else Replicas(context, groups.find(group))
-
-
-def _done(result: Any, async_op: bool) -> Outcome:
-    """What an operation of replicas returns, which is scheduled by JAX in any case."""
-    if not async_op:
-        return result, None
-    handle = finished(result)
-    return PendingArray(handle), handle
 
 
 def all_reduce(
@@ -67,9 +53,9 @@ def all_reduce(
     """
     x, reduction = as_array(tensor), as_reduction(op)
     check_dtype(reduction, x.dtype)
-    replicas = _replicas(group)
+    replicas = replicas_of("all_reduce", group, async_op)
     if replicas is not None:
-        return _done(replicas.all_reduce(x, reduction), async_op)
+        return replicas.all_reduce([x], reduction, many=False)
     call = begin("all_reduce", group, async_op, [x])
     if call is None:
         return None, None
@@ -85,9 +71,9 @@ def all_reduce_coalesced(
     xs, reduction = [as_array(t) for t in tensors], as_reduction(op)
     for x in xs:
         check_dtype(reduction, x.dtype)
-    replicas = _replicas(group)
+    replicas = replicas_of("all_reduce_coalesced", group, async_op)
     if replicas is not None:
-        return _done([replicas.all_reduce(x, reduction) for x in xs], async_op)
+        return replicas.all_reduce(xs, reduction, many=True)
     call = begin("all_reduce_coalesced", group, async_op, xs)
     if call is None:
         return None, None
@@ -118,9 +104,9 @@ def reduce(
     x, reduction = as_array(tensor), as_reduction(op)
     check_dtype(reduction, x.dtype)
     place = groups.check_rank(dst, "dst", groups.find(group))
-    replicas = _replicas(group)
+    replicas = replicas_of("reduce", group, async_op)
     if replicas is not None:
-        return _done(replicas.only_at(replicas.all_reduce(x, reduction), place, x), async_op)
+        return replicas.reduce(x, place, reduction)
     call = begin("reduce", group, async_op, [x])
     if call is None:
         return None, None
@@ -137,9 +123,9 @@ def broadcast(tensor: Any, src: int = 0, group: GroupLike = None, async_op: bool
     """Give every rank the array of rank `src`; all have one of the same shape and dtype."""
     x = as_array(tensor)
     place = groups.check_rank(src, "src", groups.find(group))
-    replicas = _replicas(group)
+    replicas = replicas_of("broadcast", group, async_op)
     if replicas is not None:
-        return _done(replicas.from_one(x, place), async_op)
+        return replicas.broadcast(x, place)
     call = begin("broadcast", group, async_op, [x])
     if call is None:
         return None, None
@@ -149,11 +135,11 @@ def broadcast(tensor: Any, src: int = 0, group: GroupLike = None, async_op: bool
 
 
 def all_gather(tensor: Any, group: GroupLike = None, async_op: bool = False) -> Outcome:
-    """A list of the arrays of all ranks. Between workers their shapes may differ."""
+    """A list of the arrays of all ranks, whose shapes may differ, except where code is compiled."""
     x = as_array(tensor)
-    replicas = _replicas(group)
+    replicas = replicas_of("all_gather", group, async_op)
     if replicas is not None:
-        return _done(listed(replicas.gather(x)), async_op)
+        return replicas.all_gather(x, whole=False)
     call = begin("all_gather", group, async_op, [x])
     if call is None:
         return None, None
@@ -175,9 +161,9 @@ def all_gather_into_tensor(tensor: Any, group: GroupLike = None, async_op: bool 
     """The arrays of all ranks, of one shape, joined along the first dimension."""
     x = as_array(tensor)
     _check_rank_one(x)
-    replicas = _replicas(group)
+    replicas = replicas_of("all_gather_into_tensor", group, async_op)
     if replicas is not None:
-        return _done(joined(replicas.gather(x)), async_op)
+        return replicas.all_gather(x, whole=True)
     call = begin("all_gather_into_tensor", group, async_op, [x])
     if call is None:
         return None, None
@@ -192,13 +178,13 @@ all_gather_single = all_gather_into_tensor
 def gather(tensor: Any, dst: int = 0, group: GroupLike = None, async_op: bool = False) -> Outcome:
     """A list of the arrays of all ranks on rank `dst`, None on the others.
 
-    Inside of `Strategy.run` one program stands for all replicas, so all of them get the list.
+    Where replicas are compiled, one program stands for all of them, so all get the list.
     """
     x = as_array(tensor)
     place = groups.check_rank(dst, "dst", groups.find(group))
-    replicas = _replicas(group)
+    replicas = replicas_of("gather", group, async_op)
     if replicas is not None:
-        return _done(listed(replicas.gather(x)), async_op)
+        return replicas.gather(x, place, whole=False)
     call = begin("gather", group, async_op, [x])
     if call is None:
         return None, None
@@ -212,10 +198,9 @@ def gather_into_tensor(
     x = as_array(tensor)
     _check_rank_one(x)
     place = groups.check_rank(dst, "dst", groups.find(group))
-    replicas = _replicas(group)
+    replicas = replicas_of("gather_into_tensor", group, async_op)
     if replicas is not None:
-        rows = joined(replicas.gather(x))
-        return _done(replicas.only_at(rows, place, jnp.zeros_like(rows)), async_op)
+        return replicas.gather(x, place, whole=True)
     call = begin("gather_into_tensor", group, async_op, [x])
     if call is None:
         return None, None
@@ -236,14 +221,15 @@ def scatter(
 ) -> Outcome:
     """Give each rank its array of the list that rank `src` has; the others give None.
 
-    Inside of `Strategy.run` all replicas give a list of the same shapes.
+    Where replicas are compiled, all give a list, of arrays of one shape.
     """
     found = groups.find(group)
     place = groups.check_rank(src, "src", found)
-    replicas = _replicas(group)
+    replicas = replicas_of("scatter", group, async_op)
     if replicas is not None:
-        xs = as_arrays(tensors, len(found), "The list of scatter")
-        return _done(replicas.own(replicas.gather(stacked(xs))[place]), async_op)
+        what = "The list of scatter"
+        xs = None if tensors is None else as_arrays(tensors, len(found), what)
+        return replicas.scatter(xs, place)
     call = begin("scatter", group, async_op, tensors or ())
     if call is None:
         return None, None
@@ -275,9 +261,9 @@ def scatter_tensor(
     x, count = as_array(tensor), len(groups.find(group))
     place = groups.check_rank(src, "src", groups.find(group))
     _check_divisible(x, count)
-    replicas = _replicas(group)
+    replicas = replicas_of("scatter_tensor", group, async_op)
     if replicas is not None:
-        return _done(replicas.own(split_rows(replicas.gather(x)[place], count)), async_op)
+        return replicas.scatter(parts_of(x, [x.shape[0] // count] * count), place)
     call = begin("scatter_tensor", group, async_op, [x])
     if call is None:
         return None, None
@@ -295,14 +281,15 @@ def reduce_scatter(
 ) -> Outcome:
     """Combine lists of one array per rank; each rank gets its place of the result.
 
-    The arrays of one list may differ in shape between workers' places, but not between ranks.
+    The arrays of one list may differ in shape, except where replicas are compiled; the lists of all
+    ranks have the same shapes.
     """
     found, reduction = groups.find(group), as_reduction(op)
     xs = as_arrays(tensors, len(found), "The list of reduce_scatter")
     check_dtype(reduction, xs[0].dtype)
-    replicas = _replicas(group)
+    replicas = replicas_of("reduce_scatter", group, async_op)
     if replicas is not None:
-        return _done(replicas.reduce_scatter(stacked(xs), reduction), async_op)
+        return replicas.reduce_scatter(xs, reduction)
     call = begin("reduce_scatter", group, async_op, xs)
     if call is None:
         return None, None
@@ -323,9 +310,9 @@ def reduce_scatter_tensor(
     x, reduction, count = as_array(tensor), as_reduction(op), len(groups.find(group))
     check_dtype(reduction, x.dtype)
     _check_divisible(x, count)
-    replicas = _replicas(group)
+    replicas = replicas_of("reduce_scatter_tensor", group, async_op)
     if replicas is not None:
-        return _done(replicas.reduce_scatter(split_rows(x, count), reduction), async_op)
+        return replicas.reduce_scatter(parts_of(x, [x.shape[0] // count] * count), reduction)
     call = begin("reduce_scatter_tensor", group, async_op, [x])
     if call is None:
         return None, None
@@ -344,13 +331,13 @@ reduce_scatter_single = reduce_scatter_tensor
 def all_to_all(tensors: Sequence[Any], group: GroupLike = None, async_op: bool = False) -> Outcome:
     """Send array i of the list to rank i; returns the list of those that came, by rank.
 
-    Between workers the shapes may differ; all arrays have one dtype.
+    The shapes may differ, except where replicas are compiled; all arrays have one dtype.
     """
     found = groups.find(group)
     xs = as_arrays(tensors, len(found), "The list of all_to_all")
-    replicas = _replicas(group)
+    replicas = replicas_of("all_to_all", group, async_op)
     if replicas is not None:
-        return _done(listed(replicas.exchange(stacked(xs))), async_op)
+        return replicas.all_to_all(xs)
     call = begin("all_to_all", group, async_op, xs)
     if call is None:
         return None, None
@@ -385,14 +372,12 @@ def all_to_all_single(
     outputs = None if output_split_sizes is None else _splits(output_split_sizes, count, None)
     if input_split_sizes is None:
         _check_divisible(x, count)
-    replicas = _replicas(group)
-    if replicas is not None:
-        if input_split_sizes is not None or output_split_sizes is not None:
-            _check_equal_splits(input_split_sizes, output_split_sizes, x.shape[0], count)
-        return _done(joined(replicas.exchange(split_rows(x, count))), async_op)
     inputs = [x.shape[0] // count] * count
     if input_split_sizes is not None:
         inputs = _splits(input_split_sizes, count, x.shape[0])
+    replicas = replicas_of("all_to_all_single", group, async_op)
+    if replicas is not None:
+        return replicas.all_to_all_single(x, outputs, inputs)
     call = begin("all_to_all_single", group, async_op, [x])
     if call is None:
         return None, None
@@ -424,8 +409,9 @@ def barrier(group: GroupLike = None, async_op: bool = False, timeout: float | No
     """
     if timeout is not None and not timeout > 0:
         raise InvalidValueError(f"timeout must be a positive number of seconds. Received: {timeout!r}")
-    if groups.replica() is not None:
-        return finished() if async_op else None
+    replicas = replicas_of("barrier", group, async_op)
+    if replicas is not None:
+        return replicas.barrier()[1]
     call = begin("barrier", group, async_op)
     if call is None:
         return None
@@ -469,12 +455,3 @@ def _splits(sizes: Any, count: int, total: int | None) -> list[int]:
             f"Received: {found}"
         )
     return found
-
-
-def _check_equal_splits(inputs: Any, outputs: Any, total: int, count: int) -> None:
-    equal = [total // count] * count
-    if any(given is not None and list(given) != equal for given in (inputs, outputs)):
-        raise InvalidValueError(
-            "Inside of strategy.run all_to_all_single sends equal parts, because one program stands "
-            f"for all replicas. Received: {inputs} and {outputs} for {total} rows"
-        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def all_reduce(
     results = list(items)
     if dense:
         operands = [as_operand(operand_of(items[i])) for i in dense]
-        reduced = _differentiably(_AllReduce(context, op, options), operands)
+        reduced = differentiably(_AllReduce(context, op, options), operands)
         for i, x in zip(dense, reduced, strict=True):
             results[i] = x
     for i in sparse:
@@ -68,7 +68,7 @@ def all_gather(
     for i, x in enumerate(items):
         if x is not None:
             gather = _AllGather(context, axis, options)
-            results[i] = _differentiably(gather, [jnp.asarray(operand_of(x))])[0]
+            results[i] = differentiably(gather, [jnp.asarray(operand_of(x))])[0]
     return replace_leaves(value, results)
 
 
@@ -91,7 +91,7 @@ class _AllReduce:
         return list(self.context.meet(point))
 
     def backward(self, cotangents: Arrays) -> Arrays:
-        return _differentiably(self, cotangents)
+        return differentiably(self, cotangents)
 
 
 class _AllGather:
@@ -120,11 +120,22 @@ class _AllGather:
         assert self._part is not None, "the backward pass ran before the forward pass"
         axis, start, size = self._part
         reduce = _AllReduce(self.context, ReduceOp.SUM, self._options)
-        total = _differentiably(reduce, cotangents)[0]
+        total = differentiably(reduce, cotangents)[0]
         return [jax.lax.slice_in_dim(total, start, start + size, axis=axis)]
 
 
-_Collective = _AllReduce | _AllGather
+class Collective(Protocol):
+    """An operation of several replicas, and the one that carries its gradients back."""
+
+    context: ReplicaContext
+
+    def forward(self, xs: Arrays) -> Arrays:
+        """The operation."""
+        ...
+
+    def backward(self, cotangents: Arrays) -> Arrays:
+        """The gradients of what went in, from those of what came out."""
+        ...
 
 
 def _kinds(xs: Sequence[jax.Array]) -> str:
@@ -132,7 +143,7 @@ def _kinds(xs: Sequence[jax.Array]) -> str:
     return ", ".join(str(x.dtype) for x in xs) if len(xs) <= 4 else f"{len(xs)} arrays"
 
 
-def _differentiably(call: _Collective, xs: Arrays) -> Arrays:
+def differentiably(call: Collective, xs: Arrays) -> Arrays:
     """Run a collective, with its own gradient where `xs` are being differentiated.
 
     The rule meets the other replicas once in the forward pass and once in the backward pass, each
@@ -148,20 +159,22 @@ def _differentiably(call: _Collective, xs: Arrays) -> Arrays:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_gradient(call: _Collective, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _with_gradient(call: Collective, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return tuple(call.forward(list(xs)))
 
 
-def _forward_rule(call: _Collective, xs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
+def _forward_rule(call: Collective, xs: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
     # The arguments are tracers again if this is a gradient of a gradient.
-    return tuple(_differentiably(call, [jnp.asarray(x) for x in xs])), None
+    return tuple(differentiably(call, [jnp.asarray(x) for x in xs])), None
 
 
 def _backward_rule(
-    call: _Collective, _: None, cotangents: tuple[jax.Array, ...]
+    call: Collective, _: None, cotangents: tuple[jax.Array, ...]
 ) -> tuple[tuple[jax.Array, ...]]:
     # Integer arrays have no gradient: JAX hands in, and takes back, a placeholder for them.
     follows = [jnp.issubdtype(c.dtype, jnp.inexact) for c in cotangents]
+    if all(follows):
+        return (tuple(call.backward(list(cotangents))),)
     reduced = iter(call.backward([c for c, ok in zip(cotangents, follows, strict=True) if ok]))
     return (tuple(next(reduced) if ok else c for c, ok in zip(cotangents, follows, strict=True)),)
 

@@ -16,7 +16,7 @@ from phalanx.core import compat
 from phalanx.core import context as ctx
 from phalanx.core.calls import check_arguments
 from phalanx.core.devices import short_name
-from phalanx.core.errors import ContextError, InvalidValueError
+from phalanx.core.errors import ContextError, InvalidValueError, MergeMismatchError
 
 if TYPE_CHECKING:
     from phalanx.core.options import CommunicationOptions
@@ -39,11 +39,31 @@ class MergePoint:
     always_wrap: bool = False
 
 
+@dataclass(frozen=True)
+class Wait:
+    """Something that a replica waits for until another replica, or process, has done it.
+
+    Args:
+        ready: whether it has been done.
+        what: what it is, for people.
+        look: waits a little while for other processes; raises if they have failed. None if the
+            replicas of this process do it.
+    """
+
+    ready: Callable[[], bool]
+    what: str
+    look: Callable[[], None] | None = None
+
+
 class Rendezvous(Protocol):
     """How an executor lets the replicas of one run meet."""
 
     def meet(self, context: ReplicaContext, point: MergePoint) -> Any:
         """Wait for all replicas, call the function once, and give this replica its result."""
+        ...
+
+    def wait_until(self, context: ReplicaContext, wait: Wait) -> None:
+        """Let other replicas go on until what this one waits for has been done."""
         ...
 
 
@@ -54,6 +74,12 @@ class SoloRendezvous:
         """Call the function at once, in cross-replica context."""
         with ctx.push(ctx.Mode(context.strategy)):
             return point.fn(context.strategy, *point.args, **point.kwargs)
+
+    def wait_until(self, context: ReplicaContext, wait: Wait) -> None:
+        """Nobody else can do it."""
+        del context
+        if not wait.ready():
+            raise MergeMismatchError(f"A single replica waits for {wait.what}, which nobody does.")
 
 
 class ReplicaContext:
@@ -179,17 +205,33 @@ class ReplicaContext:
     def meet(self, point: MergePoint) -> Any:
         """Meet the other replicas at a merge point of any kind."""
         ctx.require_replica_context(self, f"ReplicaContext.{point.kind}")
+        self.require_known_values(point.kind)
+        return self._rendezvous.meet(self, point)
+
+    def wait_until(self, wait: Wait) -> None:
+        """Let the other replicas go on until what this one waits for has been done.
+
+        For replicas that run eagerly; an error if they all wait.
+        """
+        self._rendezvous.wait_until(self, wait)
+
+    @property
+    def run(self) -> Rendezvous:
+        """The run that this replica belongs to, one object for all replicas of this process."""
+        return self._rendezvous
+
+    def require_known_values(self, what: str) -> None:
+        """Require that this replica, if it runs eagerly, is not staging a program."""
         if (
             self.num_replicas_in_sync > 1
             and not self.compiled
             and compat.staging_since(self._outer_trace)
         ):
             raise ContextError(
-                f"{point.kind} was called while the replica was staging a program (jax.jit, lax.scan, "
+                f"{what} was called while the replica was staging a program (jax.jit, lax.scan, "
                 "lax.cond or jax.vmap inside an eagerly run replica function). Replicas that run "
                 "eagerly can only meet with known values: call it outside of the staged function."
             )
-        return self._rendezvous.meet(self, point)
 
     def all_reduce(
         self,

@@ -69,8 +69,11 @@ def merge_nests(nests: Sequence[Any], merge: Merge) -> Any:
                 "Replicas must produce the same structure: the same container types, lengths and "
                 f"keys. Received: {nests[0]!r} on replica 0 and {nests[i]!r} on replica {i}"
             )
-    columns = zip(*(part[0] for part in parts if part is not None), strict=True)
     assert first is not None
+    children = [part[0] for part in parts if part is not None]
+    if isinstance(nests[0], Mapping):  # each in an order of its own
+        children = [[nest[key] for key in nests[0]] for nest in nests]
+    columns = zip(*children, strict=True)
     return first[1]([merge_nests(column, merge) for column in columns])
 
 

@@ -20,9 +20,14 @@ from jax.sharding import PartitionSpec
 from phalanx.core import compat, lifting
 from phalanx.core import context as ctx
 from phalanx.core.distributed_variables import SyncOnReadVariable
-from phalanx.core.errors import ContextError, InvalidArgumentError, UnsupportedError
+from phalanx.core.errors import (
+    ContextError,
+    InvalidArgumentError,
+    MergeMismatchError,
+    UnsupportedError,
+)
 from phalanx.core.host_memory import expect_model
-from phalanx.core.replica_context import MergePoint, ReplicaContext
+from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
 from phalanx.core.spmd import SpmdPerReplica, wrap_arguments
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import (
@@ -103,6 +108,15 @@ class CompiledRendezvous:
             result = point.fn(context.strategy, *nest[0], **nest[1])
         self._shared += [x for x in leaves(result) if isinstance(x, jax.Array)]
         return select_replica(0, result)
+
+    def wait_until(self, context: ReplicaContext, wait: Wait) -> None:
+        """See `Rendezvous.wait_until`: nothing happens later than now."""
+        del context
+        if not wait.ready():
+            raise MergeMismatchError(
+                f"One program stands for all replicas, so it cannot wait for {wait.what} that comes "
+                "later in it: move that before the wait."
+            )
 
 
 class SpmdLifting(lifting.Lifting):

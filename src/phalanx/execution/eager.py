@@ -7,6 +7,9 @@ threads of their own, because each must wait in the middle of its function while
 up: replica 1 runs up to its merge point, then replica 2, and so on; then the merge function runs once,
 in the caller's thread; then the replicas go on, in order. This is deterministic, and measured to be
 faster than threads that compete for the interpreter.
+
+A replica may also wait for something that another one does, such as sending it a message
+(`ReplicaContext.wait_until`). Then the first that can go on does. If none can, the run fails.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from phalanx.core.deadlines import replica_patience
 from phalanx.core.devices import short_name
 from phalanx.core.errors import DeadlineExceededError, MergeMismatchError, ReplicaAborted
 from phalanx.core.regrouping import regroup
-from phalanx.core.replica_context import MergePoint, ReplicaContext
+from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
 from phalanx.core.values import select_replica
 
 if TYPE_CHECKING:
@@ -55,6 +58,8 @@ class _Status(enum.Enum):
     NOT_STARTED = "has not started"
     RUNNING = "is running"
     AT_MERGE_POINT = "waits at a merge point"
+    ANSWERED = "may go on from a merge point"
+    WAITING = "waits for another replica"
     DONE = "has returned"
 
 
@@ -74,11 +79,20 @@ class _Replica:
         self.answer: Any = None
         self.merge_error: BaseException | None = None
         self.meetings = 0
+        # What it waits for outside of merge points.
+        self.wait: Wait | None = None
         self.thread: threading.Thread | None = None
         self.baton = threading.Semaphore(0)
 
     def __str__(self) -> str:
         return f"replica {self.index} ({short_name(self.device)})"
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it would get any further if it were let."""
+        if self.status is _Status.WAITING:
+            return self.wait is None or self.wait.ready()
+        return self.status in (_Status.NOT_STARTED, _Status.ANSWERED)
 
 
 class EagerRun:
@@ -158,7 +172,7 @@ class EagerRun:
         if replica.status is _Status.NOT_STARTED:
             self._call(replica)  # no merge point so far, and there must not be one now
             return
-        self._advance(replica)
+        self._bring_up(replica)
         if replica.status is _Status.AT_MERGE_POINT:
             self._fail(self._count_mismatch(replica, first))
 
@@ -188,7 +202,7 @@ class EagerRun:
         """Replica 0 is at a merge point: bring up the others, merge, and note the answers."""
         first, *others = self._replicas
         for replica in others:
-            self._advance(replica)
+            self._bring_up(replica)
             if replica.status is _Status.DONE:
                 self._fail(self._count_mismatch(first, replica))
             if replica.point is None or not self._belong_together(first, replica):
@@ -205,6 +219,8 @@ class EagerRun:
         for replica in self._replicas:
             replica.answer = select_replica(replica.index, answer)
             replica.merge_error = error
+            if replica is not first:
+                replica.status = _Status.ANSWERED
 
     def _merge(self, points: Sequence[MergePoint]) -> Any:
         """Call replica 0's merge function for all replicas, in cross-replica context."""
@@ -217,6 +233,19 @@ class EagerRun:
         with ctx.push(ctx.Mode(self._strategy)), jax.default_device(self._outer_device):
             return point.fn(self._strategy, *args, **kwargs)
 
+    def wait_until(self, context: ReplicaContext, wait: Wait) -> None:
+        """See `Rendezvous.wait_until`; called in the replica's thread."""
+        replica = self._replicas[context.replica_index]
+        if self._aborted:
+            raise ReplicaAborted
+        replica.wait, replica.site = wait, call_site(until=EagerRun._call.__code__)
+        if threading.current_thread() is self._caller:
+            while not wait.ready():
+                self._let_another_run(replica)
+        elif not wait.ready():
+            self._hand_over(replica, _Status.WAITING)
+        replica.wait = None
+
     @staticmethod
     def _belong_together(a: _Replica, b: _Replica) -> bool:
         assert a.point is not None
@@ -225,8 +254,28 @@ class EagerRun:
 
     # -- handing over ---------------------------------------------------------------------------
 
+    def _bring_up(self, replica: _Replica) -> None:
+        """Let a replica, and those that it waits for, run until it is at a merge point or its end."""
+        while replica.status not in (_Status.AT_MERGE_POINT, _Status.DONE):
+            if replica.can_run:
+                self._advance(replica)
+            else:
+                self._let_another_run(replica)
+
+    def _let_another_run(self, waiting: _Replica) -> None:
+        """Let the first replica that can go on do so; if none can, wait for other processes."""
+        for replica in self._replicas:
+            if replica is not waiting and replica.can_run:
+                self._advance(replica)
+                return
+        looks = [r.wait.look for r in self._replicas if r.wait is not None and r.wait.look is not None]
+        if not looks:
+            self._fail(self._deadlock())
+        for look in looks:
+            look()
+
     def _advance(self, replica: _Replica) -> None:
-        """Let a replica run to its next merge point or its end."""
+        """Let a replica run until it waits for others, or to its end."""
         replica.status = _Status.RUNNING
         if replica.thread is None:
             replica.thread = threading.Thread(
@@ -277,7 +326,11 @@ class EagerRun:
 
     def _wait_for_answer(self, replica: _Replica) -> None:
         """Park a replica at a merge point until it is told to go on."""
-        replica.status = _Status.AT_MERGE_POINT
+        self._hand_over(replica, _Status.AT_MERGE_POINT)
+
+    def _hand_over(self, replica: _Replica, status: _Status) -> None:
+        """Give the baton to the caller's thread, and wait until it comes back."""
+        replica.status = status
         self._baton.release()
         while not replica.baton.acquire(timeout=1.0):
             if not self._caller.is_alive():
@@ -307,6 +360,10 @@ class EagerRun:
                         "%s does not stop: it is at %s", replica, where_is(replica.thread.ident)
                     )
 
+    def _deadlock(self) -> MergeMismatchError:
+        states = "; ".join(f"{r} {_state(r)}" for r in self._replicas)
+        return MergeMismatchError(f"Replicas wait for each other, so none can go on: {states}.")
+
     def _count_mismatch(self, waiting: _Replica, done: _Replica) -> MergeMismatchError:
         return MergeMismatchError(
             "Some replicas met more often than others, so one would wait for ever. "
@@ -327,6 +384,14 @@ class EagerRun:
 
 def _kind(replica: _Replica) -> str:
     return replica.point.kind if replica.point is not None else "nothing"
+
+
+def _state(replica: _Replica) -> str:
+    if replica.wait is not None:
+        return f"waits for {replica.wait.what} at {replica.site}"
+    if replica.point is not None:
+        return f"waits at {_kind(replica)} at {replica.site}"
+    return "has returned" if replica.status is _Status.DONE else replica.status.value
 
 
 def _last(replica: _Replica) -> str:
