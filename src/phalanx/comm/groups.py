@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,8 @@ _worlds: list[World] = []
 _started: list[bool] = []
 _groups: dict[str, Group] = {}
 _made: dict[tuple[int, ...], int] = {}
+_made_inside: weakref.WeakKeyDictionary[ReplicaContext, dict[tuple[int, ...], int]]
+_made_inside = weakref.WeakKeyDictionary()
 
 
 def init(cluster_resolver: ClusterResolver | None = None, timeout: float | None = None) -> None:
@@ -131,6 +134,14 @@ def world_size() -> int:
     return world().size if inside is None else inside.num_replicas_in_sync
 
 
+def own_rank() -> int | None:
+    """The rank of this worker or replica; None in compiled code, which stands for all replicas."""
+    inside = replica()
+    if inside is None:
+        return world().rank
+    return None if inside.compiled else inside.replica_index + inside.strategy.extended._first_replica
+
+
 def find(group: Any) -> Group:
     """The group that was given, or named; None is the world."""
     if group is None or group == WORLD_COMM_GROUP:
@@ -168,6 +179,12 @@ def create_group(name: str, ranks: Sequence[int]) -> Group:
 def new_group(ranks: Sequence[int] | None = None) -> Group:
     """Make a group without a name of its own; of all ranks if none are given. See `create_group`."""
     members = check_ranks(range(world_size()) if ranks is None else ranks)
+    inside = replica()
+    if inside is not None:
+        with _lock:
+            counts = _made_inside.setdefault(inside, {})
+            number = counts[members] = counts.get(members, 0) + 1
+        return create_group(f"replicas_{'_'.join(map(str, members))}_{number}", members)
     with _lock:
         number = _made[members] = _made.get(members, 0) + 1
         return create_group(f"group_{'_'.join(map(str, members))}_{number}", members)
@@ -175,6 +192,8 @@ def new_group(ranks: Sequence[int] | None = None) -> Group:
 
 def destroy_group(group: Group | str) -> None:
     """Forget a group; its name may be used again."""
+    if replica() is not None and isinstance(group, Group) and group.destroyed:
+        return  # by another replica
     found = find(group)
     if found.name == WORLD_COMM_GROUP:
         raise InvalidValueError(f"The world cannot be destroyed as a group. Received: {group!r}")
@@ -219,6 +238,9 @@ def get_rank(group: Group | str | None = None) -> Any:
         if group is None:
             return inside.replica_id_in_sync_group
         members = find(group).ranks
+        rank = own_rank()
+        if rank is not None:
+            return members.index(rank) if rank in members else -1
         table = [members.index(r) if r in members else -1 for r in range(world_size())]
         import jax.numpy as jnp
 
@@ -228,9 +250,12 @@ def get_rank(group: Group | str | None = None) -> Any:
 
 
 def get_world_size(group: Group | str | None = None) -> int:
-    """The number of ranks of a group; -1 if this process is no member, as in torch."""
+    """The number of ranks of a group; -1 if this rank is no member, as in torch.
+
+    Compiled code has no rank of its own, and gets the number in any case.
+    """
     members = find(group).ranks
-    return len(members) if replica() is not None or world().rank in members else -1
+    return len(members) if own_rank() in (*members, None) else -1
 
 
 def get_group_size(group: Group | str | None = None) -> int:

@@ -18,6 +18,7 @@ from phalanx.comm.calls import kind
 from phalanx.comm.functional import GroupLike, Op
 from phalanx.comm.handles import Handle
 from phalanx.comm.reductions import ReduceOp
+from phalanx.comm.replicas_eager import OwnHandle
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 from phalanx.core.variables import Variable
 
@@ -106,7 +107,7 @@ def gather_(
     """Like `gather`, into the list of buffers of rank `dst`; the others give None."""
     found = groups.find(group)
     groups.check_rank(dst, "dst", found)
-    is_here = groups.world().rank == dst
+    is_here = groups.own_rank() in (dst, None)
     if is_here:
         check_buffers(gather_list, group, tensor.dtype)
     elif gather_list is not None:
@@ -216,6 +217,12 @@ def check_buffer(
             "A buffer must be a NumPy array or a px.Variable; other arrays cannot be written. The "
             f"functions without an underscore return the result instead. Received: {buffer!r}"
         )
+    inside = groups.replica()
+    if isinstance(buffer, np.ndarray) and inside is not None and inside.compiled:
+        raise InvalidTypeError(
+            "Where replicas are compiled, a buffer must be a px.Variable. The functions without an "
+            f"underscore return the result instead. Received: a NumPy array, {kind(buffer)}"
+        )
     if isinstance(buffer, np.ndarray) and not buffer.flags.writeable:
         raise InvalidValueError("A buffer must be writeable. Received: a read-only NumPy array")
     if shapes is not None and tuple(buffer.shape) not in shapes:
@@ -266,6 +273,8 @@ def filled(handle: Handle | None, fill: Callable[[Any], None], async_op: bool) -
     if not async_op:
         fill(handle.result())
         return None
+    if isinstance(handle, OwnHandle):
+        return handle.filling(fill)
     future: Future[Any] = Future()
 
     def finish(done: Future[Any]) -> None:

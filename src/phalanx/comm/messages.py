@@ -1,4 +1,4 @@
-"""Messages between two workers: send, recv, and several of them at once.
+"""Messages between two ranks: send, recv, and several of them at once.
 
 A message waits at its receiver until it is asked for, so that a send never waits for the receive.
 """
@@ -14,14 +14,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.comm import groups
+from phalanx.comm import groups, replica_messages
 from phalanx.comm.calls import Call, Outcome, as_array, begin, kind
 from phalanx.comm.functional import GroupLike
 from phalanx.comm.handles import Handle, PendingArray
 from phalanx.comm.in_place import check_buffer, filled, write
 from phalanx.comm.mailbox import Message
 from phalanx.core.deadlines import worker_deadline
-from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
 
 
 def isend(tensor: Any, dst: int, group: GroupLike = None, tag: int = 0) -> Handle | None:
@@ -34,6 +34,9 @@ def isend(tensor: Any, dst: int, group: GroupLike = None, tag: int = 0) -> Handl
         tag: messages with different tags do not meet.
     """
     x = as_array(tensor)
+    context = groups.replica()
+    if context is not None:
+        return replica_messages.isend(context, x, dst, group, tag)
     call = _begin("send", group, tag, dst, "dst", x)
     if call is None:
         return None
@@ -145,11 +148,6 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Handle]:
 
 
 def _begin(name: str, group: GroupLike, tag: Any, peer: Any, what: str, x: Any) -> Call | None:
-    if groups.replica() is not None:
-        raise ContextError(
-            f"{name} is for workers. Inside of strategy.run one program stands for all replicas: use "
-            "all_to_all or broadcast there."
-        )
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise InvalidTypeError(f"tag must be a whole number. Received: {tag!r}")
     if peer is not None:
@@ -168,6 +166,9 @@ def _topic(call: Call, tag: int) -> str:
 
 def _receive(tensor: Any, src: int | None, group: GroupLike, tag: int) -> Handle | None:
     template = as_array(tensor)
+    context = groups.replica()
+    if context is not None:
+        return replica_messages.irecv(context, template, src, group, tag)
     call = _begin("recv", group, tag, src, "src", template)
     if call is None:
         return None

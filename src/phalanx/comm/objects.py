@@ -1,4 +1,6 @@
-"""Collectives of Python objects. They are pickled, and travel between the workers of one job only.
+"""Collectives of Python objects. They are pickled, and travel between the ranks of one job only.
+
+Between replicas of one process they are pickled as well, so that no two replicas share an object.
 
 Unpickling runs code, so it happens for bytes of workers alone that have proved to know the job's token,
 which all connections of a job do.
@@ -30,8 +32,12 @@ def _unpacked(data: Any) -> Any:
 
 
 def _check_place(name: str) -> None:
-    if groups.replica() is not None:
-        raise ContextError(f"{name} is for workers, outside of strategy.run. Received: a replica")
+    inside = groups.replica()
+    if inside is not None and inside.compiled:
+        raise ContextError(
+            f"{name} needs objects that are known, but compiled code has arrays alone. Call it outside "
+            "of px.function and jax.jit, where replicas run eagerly. Received: a compiled replica"
+        )
 
 
 def all_gather_object(obj: Any, group: GroupLike = None) -> list[Any] | None:
@@ -61,7 +67,7 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: GroupLike
         raise InvalidTypeError(f"object_list must be a list. Received: {object_list!r}")
     found = groups.find(group)
     groups.check_rank(src, "src", found)
-    is_source = groups.world().rank == src
+    is_source = groups.own_rank() == src
     copies = [_packed(object_list)] * len(found) if is_source else None
     part, _ = functional.scatter(copies, src, group)
     if part is None:
@@ -81,7 +87,7 @@ def scatter_object_list(objects: Sequence[Any] | None, src: int = 0, group: Grou
     found = groups.find(group)
     groups.check_rank(src, "src", found)
     packed = None
-    if groups.world().rank == src:
+    if groups.own_rank() == src:
         if not isinstance(objects, Sequence) or len(objects) != len(found):
             raise InvalidValueError(
                 f"Rank {src} must give a list of {len(found)} objects. Received: {objects!r}"

@@ -69,16 +69,16 @@ class CompiledReplicas:
         plain = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
         chosen = jnp.where(here, plain, -jnp.zeros_like(plain))
         total = lax.psum(chosen, REPLICA_AXIS, axis_index_groups=self._alone)
-        return self.done(self._or_own(total.astype(x.dtype), x))
+        return self.done(self.or_own(total.astype(x.dtype), x))
 
     def all_gather(self, x: Any, whole: bool) -> Outcome:
         """See `Replicas`."""
-        rows = self._rows(jnp.asarray(x))
+        rows = self.rows(jnp.asarray(x))
         return self.done(joined(rows) if whole else list(rows))
 
     def gather(self, x: Any, place: int, whole: bool) -> Outcome:
         """See `Replicas`; all replicas get a list."""
-        rows = self._rows(jnp.asarray(x))
+        rows = self.rows(jnp.asarray(x))
         if not whole:
             return self.done(list(rows))
         return self.done(self._only_at(place, joined(rows), jnp.zeros_like(joined(rows))))
@@ -132,26 +132,26 @@ class CompiledReplicas:
     def _reduced(self, x: jax.Array, op: Reduction) -> Any:
         what = kind_of(x.dtype)
         if isinstance(op, PremulSum):
-            return self._or_own(self._sum(premultiplied(op, x)), x)
+            return self.or_own(self._sum(premultiplied(op, x)), x)
         if what in ("floating", "complex") and self._everyone and op in (ReduceOp.SUM, ReduceOp.AVG):
             return self._context.all_reduce("sum" if op is ReduceOp.SUM else "mean", x)
         if self._count == 1:
             return combine(op, x[None])
         if what != "bool" and op is ReduceOp.SUM:
-            return self._or_own(self._sum(x), x)
+            return self.or_own(self._sum(x), x)
         if what != "bool" and op is ReduceOp.AVG:
-            return self._or_own(divided(self._sum(x), self._count), x)
+            return self.or_own(divided(self._sum(x), self._count), x)
         if what == "integer" and op in (ReduceOp.MAX, ReduceOp.MIN):
             extreme: Any = lax.pmax if op is ReduceOp.MAX else lax.pmin
-            return self._or_own(extreme(x, REPLICA_AXIS, axis_index_groups=self._alone), x)
-        return self._or_own(combine(op, self._rows(x)), x)
+            return self.or_own(extreme(x, REPLICA_AXIS, axis_index_groups=self._alone), x)
+        return self.or_own(combine(op, self.rows(x)), x)
 
     def _sum(self, x: jax.Array) -> Any:
         if self._count == 1:
             return x
         return lax.psum(x, REPLICA_AXIS, axis_index_groups=self._alone)
 
-    def _rows(self, x: jax.Array) -> Any:
+    def rows(self, x: jax.Array) -> Any:
         """The arrays of all members as rows."""
         if self._count == 1:
             return x[None]
@@ -196,7 +196,8 @@ class CompiledReplicas:
     def _only_at(self, place: int, result: Any, otherwise: Any) -> jax.Array:
         return jnp.where(self._inside & (self.me == place), result, otherwise)
 
-    def _or_own(self, result: jax.Array, x: Any) -> jax.Array:
+    def or_own(self, result: jax.Array, x: Any) -> jax.Array:
+        """The result for members, and their own array for others."""
         return jnp.where(self._inside, result, x) if self._has_others else result
 
 

@@ -191,7 +191,15 @@ class EagerReplicas:
         return PendingArray(handle), handle
 
 
-class ReplicaHandle(Handle):
+class OwnHandle(Handle):
+    """A handle that only its own replica waits for."""
+
+    def filling(self, fill: Callable[[Any], None]) -> Handle:
+        """A handle that writes the result somewhere when this replica waits for it."""
+        return _FillingHandle(self, fill)
+
+
+class ReplicaHandle(OwnHandle):
     """The handle of an operation between replicas that run eagerly: waiting lets the others run."""
 
     def __init__(self, pending: Pending, source: Callable[[], int] | None = None) -> None:
@@ -207,32 +215,30 @@ class ReplicaHandle(Handle):
         """See `Handle.is_completed`."""
         return self._pending.done()
 
-    def following(self, future: Future[Any]) -> Handle:
-        """See `Handle.following`."""
-        mine = self._pending
 
-        def wait() -> None:
-            if not future.done():
-                mine.wait()
+class _FillingHandle(Handle):
+    """The handle of an operation that writes into a buffer, which only its own replica may do."""
 
-        return _Following(future, mine.site, wait, self._source)
-
-
-class _Following(Handle):
-    def __init__(
-        self,
-        future: Future[Any],
-        site: str,
-        finish: Callable[[], None],
-        source: Callable[[], int] | None,
-    ) -> None:
-        super().__init__(future, site, None, source)
-        self._finish = finish
+    def __init__(self, handle: Handle, fill: Callable[[Any], None]) -> None:
+        super().__init__(Future(), handle._site, None, handle._source)
+        self._handle, self._fill = handle, fill
 
     def result(self, timeout: float | None = None) -> Any:
-        del timeout
-        self._finish()
+        """See `Handle.result`."""
+        if not self._future.done():
+            try:
+                self._fill(self._handle.result(timeout))
+            except Exception as error:  # noqa: BLE001 - the future has it
+                self._future.set_exception(error)
+            else:
+                self._future.set_result(None)
         return self._future.result()
+
+    def is_completed(self) -> bool:
+        """See `Handle.is_completed`; writes what is there."""
+        if not self._future.done() and self._handle.is_completed():
+            self.wait()
+        return self._future.done()
 
 
 # -- exchanges ---------------------------------------------------------------------------------
