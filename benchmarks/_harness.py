@@ -104,6 +104,10 @@ class Child:
             self._process.stdin.close()
             self._process.stdout.close()
 
+    def kill(self) -> None:
+        """End the process at once; for those that take their time after a friendly signal."""
+        self._process.kill()
+
     def send(self, **command: Any) -> None:
         """Give the child a command."""
         assert self._process.stdin is not None
@@ -113,9 +117,18 @@ class Child:
             raise BenchmarkError(f"{self.name} is gone{self._last_words()}") from None
 
     def receive(self, what: str, deadline: float) -> dict[str, Any]:
-        """The child's next answer, which must come within `deadline` seconds."""
-        assert self._process.stdout is not None
+        """The child's next answer, which must come within `deadline` seconds.
+
+        Lines that are no answers are left out: libraries may print while they start.
+        """
         give_up = time.monotonic() + deadline
+        while True:
+            line = self._line(what, deadline, give_up)
+            if line.startswith(b"{"):
+                return json.loads(line)
+
+    def _line(self, what: str, deadline: float, give_up: float) -> bytes:
+        assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._unread:
@@ -128,7 +141,7 @@ class Child:
                     raise BenchmarkError(f"{self.name} ended during '{what}'{self._last_words()}")
                 self._unread += read
         line, self._unread = self._unread.split(b"\n", 1)
-        return json.loads(line)
+        return line
 
     def versions(self) -> str:
         """The child's first answer, when it is ready: the versions of what it measures."""

@@ -188,12 +188,18 @@ def phalanx_strategy(replicas: int) -> Any:
 
 
 def phalanx_child(problem: Problem) -> None:
+    serve_phalanx(problem, phalanx_strategy(problem.replicas))
+
+
+def serve_phalanx(
+    problem: Problem, strategy: Any, before_round: Callable[[], None] = lambda: None
+) -> None:
+    """Train under any strategy; the replicas may be those of several processes."""
     import jax
     import jax.numpy as jnp
 
     import phalanx as px
 
-    strategy = phalanx_strategy(problem.replicas)
     with strategy.scope():
         weights = [px.Variable(p) for p in problem.parameters()]
     loss_and_gradients = jax.value_and_grad(jax_loss(problem.batch))
@@ -223,6 +229,7 @@ def phalanx_child(problem: Problem) -> None:
                 copy.value().block_until_ready()
 
     def reset() -> None:
+        before_round()
         for w, initial in zip(weights, problem.parameters(), strict=True):
             w.assign(initial)
         wait()
@@ -243,10 +250,17 @@ def hand_child(problem: Problem) -> None:
     # XLA's CPU client deadlocks with fewer threads, and with more programs in flight (see `step`).
     os.environ["PJRT_NPROC"] = str(max(os.cpu_count() or 1, 2 * replicas))
     import jax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     jax.config.update("jax_num_cpu_devices", replicas)
-    mesh = Mesh(np.array(jax.devices()[:replicas]), ("replica",))
+    serve_hand(problem)
+
+
+def serve_hand(problem: Problem) -> None:
+    """Train on the first devices of all; they may be those of several processes."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()[: problem.replicas]), ("replica",))
     whole, split = PartitionSpec(), PartitionSpec("replica")
     loss_and_gradients = jax.value_and_grad(jax_loss(problem.batch))
 
@@ -298,7 +312,13 @@ def tensorflow_child(problem: Problem) -> None:
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * replicas,
     )
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+    serve_tensorflow(problem, tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]))
+
+
+def serve_tensorflow(problem: Problem, strategy: Any) -> None:
+    """Train under any strategy; the replicas may be those of several processes."""
+    import tensorflow as tf
+
     with strategy.scope():
         weights = [tf.Variable(p) for p in problem.parameters()]
     w1, b1, w2, b2, w3, b3 = weights
@@ -332,7 +352,8 @@ def tensorflow_child(problem: Problem) -> None:
     def distribute(which: int) -> Any:
         def value(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
             i = context.replica_id_in_sync_group
-            with tf.device(strategy.extended.worker_devices[i]):
+            here = strategy.extended.worker_devices
+            with tf.device(here[i % len(here)]):
                 return tf.constant(parts[i][which])
 
         return strategy.experimental_distribute_values_from_function(value)
@@ -421,14 +442,37 @@ def torch_rank(problem: Problem, rank: int, store: str, parent: Any) -> None:
     """A rank: answers each number of steps with the loss of the last one; 0 starts all over."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # the pipe to the benchmark is not for ranks
+    from torch import distributed
+
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=problem.replicas
+    )
+    reset, step = torch_training(problem, rank)
+
+    def train(steps: int) -> float:
+        for _ in range(steps):
+            loss = step()
+        distributed.barrier()
+        return float(loss)
+
+    parent.send("ready")
+    with contextlib.suppress(EOFError):  # the parent is gone
+        while True:
+            steps = parent.recv()
+            if steps:
+                parent.send(train(steps))
+            else:
+                reset()
+                parent.send(0.0)
+
+
+def torch_training(problem: Problem, rank: int) -> tuple[Callable[[], None], Callable[[], Any]]:
+    """How a rank that has joined the others starts all over, and makes one step."""
     import torch
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=problem.replicas
-    )
     width = problem.hidden
     model = torch.nn.Sequential(
         torch.nn.Linear(INPUTS, width),
@@ -442,27 +486,20 @@ def torch_rank(problem: Problem, rank: int, store: str, parent: Any) -> None:
     x, y = (torch.from_numpy(np.array(a)) for a in problem.parts()[rank])
     y = y.long()
 
-    def reset() -> float:
+    def reset() -> None:
         with torch.no_grad():
             for parameter, initial in zip(model.parameters(), problem.parameters(), strict=True):
                 parameter.copy_(torch.from_numpy(initial.T))
         distributed.barrier()
-        return 0.0
 
-    def train(steps: int) -> float:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(parallel(x), y)
-            loss.backward()
-            optimizer.step()
-        distributed.barrier()
-        return float(loss)
+    def step() -> Any:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(parallel(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
 
-    parent.send("ready")
-    with contextlib.suppress(EOFError):  # the parent is gone
-        while True:
-            steps = parent.recv()
-            parent.send(train(steps) if steps else reset())
+    return reset, step
 
 
 # -- the overhead of one call ------------------------------------------------------------------------
