@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
 
 import pytest
 
+import phalanx as px
+from phalanx.comm.links import Links
 from phalanx.comm.mailbox import Mailbox
 
 DEADLINE = 10.0
@@ -15,15 +16,15 @@ DEADLINE = 10.0
 
 @pytest.fixture
 def boxes() -> Iterator[list[Mailbox]]:
-    made: list[Mailbox] = []
+    links = [Links(rank, "127.0.0.1", b"secret") for rank in range(3)]
 
-    def find(rank: int) -> tuple[str, int]:
-        return "127.0.0.1", made[rank].port
+    def box(rank: int) -> Mailbox:
+        dial = lambda to, channel: links[rank].dial(("127.0.0.1", links[to].port), channel, DEADLINE)  # noqa: E731
+        return Mailbox(rank, links[rank], dial)
 
-    made += [Mailbox(rank, "127.0.0.1", b"secret", find) for rank in range(3)]
-    yield made
-    for box in made:
-        box.close()
+    yield [box(rank) for rank in range(3)]
+    for link in links:
+        link.close()
 
 
 def test_messages_are_told_apart_by_topic_and_sender(boxes: list[Mailbox]) -> None:
@@ -33,9 +34,15 @@ def test_messages_are_told_apart_by_topic_and_sender(boxes: list[Mailbox]) -> No
     boxes[2].post(0, "a", {"n": 2}, b"two")
     boxes[2].post(0, "a", {"n": 3})
     boxes[1].post(0, "b", {})
-    assert early.result(DEADLINE) == (2, {"n": 2}, b"two")
-    assert boxes[0].expect("a", 1).result(DEADLINE) == (1, {"n": 1}, b"one")
-    assert boxes[0].expect("a", 2).result(DEADLINE) == (2, {"n": 3}, b"")
+
+    def heard(source: int) -> tuple[int, object, bytes]:
+        message = boxes[0].expect("a", source).result(DEADLINE)
+        return message.source, message.about, bytes(message.data)
+
+    first = early.result(DEADLINE)
+    assert (first.source, first.about, bytes(first.data)) == (2, {"n": 2}, b"two")
+    assert heard(1) == (1, {"n": 1}, b"one")
+    assert heard(2) == (2, {"n": 3}, b"")
     assert anyone.result(DEADLINE).source == 1
     boxes[0].post(0, "self", {}, b"x")
     assert boxes[0].expect("self", 0).result(DEADLINE).data == b"x"
@@ -48,12 +55,52 @@ def test_messages_of_one_sender_keep_their_order(boxes: list[Mailbox]) -> None:
     assert [(m.about["n"], len(m.data)) for m in came] == [(i, i * 1000) for i in range(100)]
 
 
-def test_strangers_are_not_heard(boxes: list[Mailbox]) -> None:
-    with pytest.raises(AuthenticationError):
-        Client(("127.0.0.1", boxes[0].port), authkey=b"guess")
-    silent = Client(("127.0.0.1", boxes[0].port))  # proves nothing, and does not get in the way
-    silent.send_bytes(b'{"topic": "a", "about": {}, "size": 0}')
-    waiting = boxes[0].expect("a", None)
-    boxes[1].post(0, "a", {"n": 7})
-    assert waiting.result(DEADLINE) == (1, {"n": 7}, b"")
-    silent.close()
+# -- strangers ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def door() -> Iterator[Links]:
+    links = Links(0, "127.0.0.1", b"secret")
+    yield links
+    links.close()
+
+
+def test_workers_prove_themselves_to_each_other(door: Links) -> None:
+    own = Links(1, "127.0.0.1", b"secret")
+    dialled = own.dial(("127.0.0.1", door.port), "0,1", DEADLINE)
+    found = door.wait("0,1", 1, DEADLINE)
+    assert found is not None
+    dialled.sendall(b"hello")
+    assert found.recv(5) == b"hello"
+    assert door.wait("0,1", 1, 0.0) is None
+    door.cut()
+    assert dialled.recv(1) == b""
+    own.close()
+
+
+def test_another_secret_is_refused_by_both_ends(door: Links) -> None:
+    stranger = Links(1, "127.0.0.1", b"guess")
+    with pytest.raises(px.errors.UnauthenticatedError):
+        stranger.dial(("127.0.0.1", door.port), "0,1", DEADLINE)
+    with pytest.raises(px.errors.UnauthenticatedError):
+        door.dial(("127.0.0.1", stranger.port), "0,1", DEADLINE)
+    assert door.wait("0,1", 1, 0.0) is None
+    stranger.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.0\r\n\r\n" * 10, b"\xff" * 5000])
+def test_strangers_are_not_heard_and_are_not_in_the_way(door: Links, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", door.port), DEADLINE) as stranger:
+        stranger.sendall(said)
+        own = Links(1, "127.0.0.1", b"secret")
+        own.dial(("127.0.0.1", door.port), "0,1", DEADLINE)
+        assert door.wait("0,1", 1, DEADLINE) is not None
+        own.close()
+
+
+def test_a_proof_cannot_be_given_back(door: Links) -> None:
+    """Somebody in between cannot let a worker prove itself to its own listener."""
+    with socket.create_connection(("127.0.0.1", door.port), DEADLINE) as one:
+        greeting = one.recv(47, socket.MSG_WAITALL)
+        one.sendall(greeting[-32:] + bytes(32) + (8).to_bytes(4, "big") + b'[0, "0"]')
+        assert one.recv(1) == b""  # refused: not a single byte of an answer

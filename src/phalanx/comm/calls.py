@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.comm import groups, programs
+from phalanx.comm import groups
+from phalanx.comm.channels import Notice
+from phalanx.comm.devices import OnDevices
 from phalanx.comm.groups import Group
-from phalanx.comm.handles import Handle, PendingArray
-from phalanx.comm.reductions import kind_of
+from phalanx.comm.handles import Handle, PendingArray, finished
+from phalanx.comm.host import OnHost
+from phalanx.comm.lanes import Lane
+from phalanx.comm.reductions import Reduction, kind_of
+from phalanx.comm.world import World
 from phalanx.core import compat
-from phalanx.core.callsite import call_site
+from phalanx.core.callsite import caller
+from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.operators import ArrayOperators, operand_of
-from phalanx.execution.meetings import Meeting
 
 Outcome = tuple[Any, Handle | None]
 """What functional operations return: the result, and a handle if they were asked for one."""
@@ -70,6 +74,55 @@ def snapshot(x: Any, async_op: bool) -> Any:
     return x.copy() if async_op and isinstance(x, np.ndarray) else x
 
 
+class Movement(Protocol):
+    """How an operation moves its data: see `host.OnHost` and `devices.OnDevices`."""
+
+    def agree(self) -> list[Any]:
+        """Meet the others; the value of each member."""
+        ...
+
+    def reduce(self, x: Any, op: Reduction, place: int | None = None, out: Any = None) -> Any:
+        """The reduction of all arrays, at one place or everywhere."""
+        ...
+
+    def reduce_scatter(self, xs: Any, op: Reduction, out: Any = None) -> Any:
+        """The reduction of the arrays that all have for this member."""
+        ...
+
+    def from_one(self, x: Any, place: int, out: Any = None) -> Any:
+        """The array of one member."""
+        ...
+
+    def gather(self, x: Any, place: int | None = None, outs: Any = None) -> Any:
+        """The arrays of all members, of any shapes."""
+        ...
+
+    def gather_rows(self, x: Any, place: int | None = None, out: Any = None) -> Any:
+        """The arrays of all members, of one shape."""
+        ...
+
+    def scatter(self, xs: Sequence[Any] | None, place: int, out: Any = None) -> Any:
+        """This member's array of the list that one has."""
+        ...
+
+    def scatter_rows(self, rows: Any, place: int, out: Any = None) -> Any:
+        """This member's row of the array that one has."""
+        ...
+
+    def exchange(self, xs: Sequence[Any], outs: Any = None) -> list[Any]:
+        """Array i to member i; those that came."""
+        ...
+
+    def exchange_rows(
+        self, x: Any, inputs: Sequence[int], check: Callable[[list[Any]], None], out: Any = None
+    ) -> Any:
+        """Parts of an array to all members; those that came, joined."""
+        ...
+
+
+Work = Callable[[Movement], Any]
+
+
 @dataclass(frozen=True)
 class Call:
     """An operation of a group that this process is a member of.
@@ -88,55 +141,66 @@ class Call:
     async_op: bool
     site: str
 
-    def launch(
-        self,
-        same: str,
-        work: Callable[[list[Any]], Any],
-        value: Any = None,
-        timeout: float | None = None,
-    ) -> Handle:
-        """Run `work` with the values of all members, after what was launched before.
+    def perform(
+        self, same: str, work: Work, value: Any = None, timeout: float | None = None
+    ) -> Outcome:
+        """Compare with the other members and run `work`, after what was launched before.
 
         Args:
-            same: what must be the same for all members.
-            work: computes the result.
+            same: what must be the same for all members, in words.
+            work: moves the data, and returns the result.
             value: what the other members shall know, as JSON has it.
             timeout: seconds to wait for the others.
         """
-        world = groups.world()
         if len(self.group) == 1:
-            future: Future[Any] = Future()
-            future.set_result(work([value]))
-            return Handle(future, self.site)
+            result = work(OnDevices(self.group, 0, lambda: [value]))
+            handle = finished(result) if self.async_op else None
+            return (PendingArray(handle), handle) if handle else (result, None)
+        world = groups.world()
+        where = repr(self.group.name)
+        if self.group.name != groups.WORLD_COMM_GROUP:
+            where += f" of the ranks {list(self.group.ranks)}"
+        notice = Notice(f"{self.name}({same}) in {where}", self.site, value)
+        seconds = worker_deadline() if timeout is None else timeout
         before = world.programs()
-        shown = f"{self.name}({same}) in {self.group.name!r}"
 
         def run() -> Any:
-            try:
-                world.check()
+            return self._run(world, notice, seconds, before, work)
+
+        lane = world.lane(self.group.members)
+        if not self.async_op:
+            ran, result = lane.try_now(run)
+            return (result if ran else self._wait(lane, run).result()), None
+        handle = Handle(lane.submit(run), self.site, world.check)
+        return PendingArray(handle), handle
+
+    def _wait(self, lane: Lane, run: Callable[[], Any]) -> Handle:
+        if lane.is_current:
+            raise ContextError(
+                f"{self.name} cannot be waited for inside of a callback of another operation of the "
+                "same ranks, which it comes after. Use async_op=True there. Received: async_op=False"
+            )
+        return Handle(lane.submit(run), self.site, groups.world().check)
+
+    def _run(self, world: World, notice: Notice, seconds: float, before: Any, work: Work) -> Any:
+        try:
+            world.check()
+            channel = world.channel(self.group.members, notice, seconds)
+            host = OnHost(channel, self.group.ranks, notice, seconds)
+            if world.is_on_host:
+                result = work(host)
+            else:
                 if before is not None:
                     before.block_until_ready()
-                values = world.agree(self.group.ranks, shown, shown, value, self.site, timeout)
-                return work(values)
-            except Exception as error:
-                cause = world.cause_of(error)
-                cause.add_note(f"In {self.name}, launched at {self.site}.")
-                if cause is error:
-                    raise
-                raise cause from error
-
-        lane = world.lane(tuple(sorted(self.group.ranks)))
-        return Handle(lane.submit(run), self.site, world.check)
-
-    def outcome(self, handle: Handle) -> Outcome:
-        """What a functional operation returns."""
-        if self.async_op:
-            return PendingArray(handle), handle
-        return handle.result(), None
-
-    def run(self, kind: str, x: Any, *parameters: Any) -> Any:
-        """Run a program on the devices of the group."""
-        return programs.run(kind, self.group.devices, x, *parameters)
+                result = work(OnDevices(self.group, self.me, host.agree))
+            channel.finish()
+            return result
+        except Exception as error:
+            cause = world.explain(error, notice)
+            cause.add_note(f"In {self.name}, launched at {self.site}.")
+            if cause is error:
+                raise
+            raise cause from error
 
 
 def begin(name: str, group: Any, async_op: Any, arrays: Sequence[Any] = ()) -> Call | None:
@@ -152,4 +216,4 @@ def begin(name: str, group: Any, async_op: Any, arrays: Sequence[Any] = ()) -> C
             f"{name} between workers needs known arrays. Inside of jax.jit, px.function or lax.scan, "
             "communicate inside of strategy.run, where ranks are the replicas. Received: a traced array"
         )
-    return Call(name, found, me, async_op, str(call_site(until=Meeting.digest.__code__)))
+    return Call(name, found, me, async_op, caller())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -43,6 +44,11 @@ class Group:
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+    @functools.cached_property
+    def members(self) -> tuple[int, ...]:
+        """The members in the order of the world."""
+        return tuple(sorted(self.ranks))
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

@@ -13,10 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.comm import functional, groups
-from phalanx.comm.calls import kind
-from phalanx.comm.functional import GroupLike, Op
+from phalanx.comm import groups, operations
+from phalanx.comm.calls import Outcome, kind
 from phalanx.comm.handles import Handle
+from phalanx.comm.operations import GroupLike, Op
 from phalanx.comm.reductions import ReduceOp
 from phalanx.comm.replicas_eager import OwnHandle
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
@@ -36,8 +36,8 @@ def all_reduce_(
         [1, 2]
     """
     check_buffer(tensor)
-    outcome = functional.all_reduce(tensor, op, group, True)
-    return filled(outcome[1], lambda out: write(tensor, out), async_op)
+    outcome = operations.all_reduce(tensor, op, group, async_op, whole(tensor))
+    return filled(outcome, lambda out: write(tensor, out), async_op)
 
 
 def all_reduce_coalesced_(
@@ -46,8 +46,8 @@ def all_reduce_coalesced_(
     """Like `all_reduce_coalesced`, into the arrays themselves."""
     for tensor in tensors:
         check_buffer(tensor)
-    outcome = functional.all_reduce_coalesced(tensors, op, group, True)
-    return filled(outcome[1], lambda out: write_all(tensors, out), async_op)
+    outcome = operations.all_reduce_coalesced(tensors, op, group, async_op)
+    return filled(outcome, lambda out: write_all(tensors, out), async_op)
 
 
 def reduce_(
@@ -59,8 +59,8 @@ def reduce_(
 ) -> Handle | None:
     """Like `reduce`, into the array of rank `dst`; the others keep theirs."""
     check_buffer(tensor)
-    outcome = functional.reduce(tensor, dst, op, group, True)
-    return filled(outcome[1], lambda out: write(tensor, out), async_op)
+    outcome = operations.reduce(tensor, dst, op, group, async_op, whole(tensor))
+    return filled(outcome, lambda out: write(tensor, out), async_op)
 
 
 def broadcast_(
@@ -68,8 +68,8 @@ def broadcast_(
 ) -> Handle | None:
     """Like `broadcast`, into the array itself."""
     check_buffer(tensor)
-    outcome = functional.broadcast(tensor, src, group, True)
-    return filled(outcome[1], lambda out: write(tensor, out), async_op)
+    outcome = operations.broadcast(tensor, src, group, async_op, whole(tensor))
+    return filled(outcome, lambda out: write(tensor, out), async_op)
 
 
 def all_gather_(
@@ -77,8 +77,8 @@ def all_gather_(
 ) -> Handle | None:
     """Like `all_gather`, into a list of one buffer per rank."""
     check_buffers(tensor_list, group, tensor.dtype)
-    outcome = functional.all_gather(tensor, group, True)
-    return filled(outcome[1], lambda out: write_all(tensor_list, out), async_op)
+    outcome = operations.all_gather(tensor, group, async_op, all_whole(tensor_list))
+    return filled(outcome, lambda out: write_all(tensor_list, out), async_op)
 
 
 def all_gather_into_tensor_(
@@ -90,8 +90,8 @@ def all_gather_into_tensor_(
     shapes = [joined, (count, *tensor.shape)]
     check_buffer(output, shapes, tensor.dtype)
     given = tensor if tensor.ndim else jnp.reshape(tensor, (1,))
-    outcome = functional.all_gather_into_tensor(given, group, True)
-    return filled(outcome[1], lambda out: write(output, out.reshape(output.shape)), async_op)
+    outcome = operations.all_gather_into_tensor(given, group, async_op, whole(output))
+    return filled(outcome, lambda out: write(output, out.reshape(output.shape)), async_op)
 
 
 all_gather_single_ = all_gather_into_tensor_
@@ -114,8 +114,8 @@ def gather_(
         raise InvalidValueError(
             f"Only rank {dst}, the destination, has a gather_list. Received: a list on another rank"
         )
-    outcome = functional.gather(tensor, dst, group, True)
-    return filled(outcome[1], lambda out: write_all(gather_list or (), out or ()), async_op)
+    outcome = operations.gather(tensor, dst, group, async_op, all_whole(gather_list))
+    return filled(outcome, lambda out: write_all(gather_list or (), out or ()), async_op)
 
 
 def scatter_(
@@ -127,8 +127,8 @@ def scatter_(
 ) -> Handle | None:
     """Like `scatter`, into `tensor`."""
     check_buffer(tensor)
-    outcome = functional.scatter(scatter_list, src, group, True)
-    return filled(outcome[1], lambda out: write(tensor, out), async_op)
+    outcome = operations.scatter(scatter_list, src, group, async_op, whole(tensor))
+    return filled(outcome, lambda out: write(tensor, out), async_op)
 
 
 def scatter_tensor_(
@@ -136,8 +136,8 @@ def scatter_tensor_(
 ) -> Handle | None:
     """Like `scatter_tensor`, into `output`."""
     _check_part(output, tensor, group)
-    outcome = functional.scatter_tensor(tensor, src, group, True)
-    return filled(outcome[1], lambda out: write(output, out), async_op)
+    outcome = operations.scatter_tensor(tensor, src, group, async_op, whole(output))
+    return filled(outcome, lambda out: write(output, out), async_op)
 
 
 def reduce_scatter_(
@@ -149,8 +149,8 @@ def reduce_scatter_(
 ) -> Handle | None:
     """Like `reduce_scatter`, into `output`."""
     check_buffer(output)
-    outcome = functional.reduce_scatter(tensor_list, op, group, True)
-    return filled(outcome[1], lambda out: write(output, out), async_op)
+    outcome = operations.reduce_scatter(tensor_list, op, group, async_op, whole(output))
+    return filled(outcome, lambda out: write(output, out), async_op)
 
 
 def reduce_scatter_tensor_(
@@ -162,8 +162,8 @@ def reduce_scatter_tensor_(
 ) -> Handle | None:
     """Like `reduce_scatter_tensor`, into `output`."""
     _check_part(output, tensor, group)
-    outcome = functional.reduce_scatter_tensor(tensor, op, group, True)
-    return filled(outcome[1], lambda out: write(output, out), async_op)
+    outcome = operations.reduce_scatter_tensor(tensor, op, group, async_op, whole(output))
+    return filled(outcome, lambda out: write(output, out), async_op)
 
 
 reduce_scatter_single_ = reduce_scatter_tensor_
@@ -174,8 +174,8 @@ def all_to_all_(
 ) -> Handle | None:
     """Like `all_to_all`, into a list of one buffer per rank."""
     check_buffers(output_list, group, tensors[0].dtype if len(tensors) else None)
-    outcome = functional.all_to_all(tensors, group, True)
-    return filled(outcome[1], lambda out: write_all(output_list, out), async_op)
+    outcome = operations.all_to_all(tensors, group, async_op, all_whole(output_list))
+    return filled(outcome, lambda out: write_all(output_list, out), async_op)
 
 
 def all_to_all_single_(
@@ -201,8 +201,10 @@ def all_to_all_single_(
             f"output_split_sizes must add up to the {output.shape[0]} rows of the output. "
             f"Received: {list(output_split_sizes)}"
         )
-    outcome = functional.all_to_all_single(tensor, output_split_sizes, input_split_sizes, group, True)
-    return filled(outcome[1], lambda out: write(output, out), async_op)
+    outcome = operations.all_to_all_single(
+        tensor, output_split_sizes, input_split_sizes, group, async_op, whole(output)
+    )
+    return filled(outcome, lambda out: write(output, out), async_op)
 
 
 # -- buffers ---------------------------------------------------------------------------------------
@@ -251,12 +253,23 @@ def _check_part(output: Any, tensor: Any, group: GroupLike) -> None:
         check_buffer(output, [(tensor.shape[0] // count, *tensor.shape[1:])], tensor.dtype)
 
 
+def whole(buffer: Any) -> Any:
+    """A buffer that results can be received into as it is, else None."""
+    is_array = isinstance(buffer, np.ndarray) and type(buffer) is np.ndarray
+    return buffer if is_array and buffer.flags.c_contiguous and buffer.dtype.isnative else None
+
+
+def all_whole(buffers: Sequence[Any] | None) -> list[Any] | None:
+    """A list of such buffers, and None for others."""
+    return None if buffers is None else [whole(b) for b in buffers]
+
+
 def write(buffer: Any, value: Any) -> None:
-    """Put a result into a buffer of the same shape and dtype."""
+    """Put a result into a buffer of the same shape and dtype, unless it is there already."""
     check_buffer(buffer, [tuple(value.shape)], value.dtype)
     if isinstance(buffer, Variable):
         buffer.assign(value)
-    else:
+    elif not isinstance(value, np.ndarray) or value.ctypes.data != buffer.ctypes.data:
         buffer[...] = np.asarray(value)
 
 
@@ -266,12 +279,14 @@ def write_all(buffers: Sequence[Any], values: Sequence[Any]) -> None:
         write(buffer, value)
 
 
-def filled(handle: Handle | None, fill: Callable[[Any], None], async_op: bool) -> Handle | None:
+def filled(outcome: Outcome, fill: Callable[[Any], None], async_op: bool) -> Handle | None:
     """What an operation returns that writes its result somewhere when it is there."""
-    if handle is None:
-        return None
+    result, handle = outcome
     if not async_op:
-        fill(handle.result())
+        if result is not None:
+            fill(result)
+        return None
+    if handle is None:
         return None
     if isinstance(handle, OwnHandle):
         return handle.filling(fill)
@@ -279,7 +294,8 @@ def filled(handle: Handle | None, fill: Callable[[Any], None], async_op: bool) -
 
     def finish(done: Future[Any]) -> None:
         try:
-            fill(done.result())
+            if done.result() is not None:
+                fill(done.result())
         except BaseException as error:  # noqa: BLE001 - the future has it
             future.set_exception(error)
         else:

@@ -1,4 +1,4 @@
-"""Threads that run operations one after another, in the order in which they were launched."""
+"""Order: operations run one after another, as they were launched."""
 
 from __future__ import annotations
 
@@ -6,32 +6,57 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Lane:
-    """One thread with a queue. Its operations keep their order, which all ranks must share."""
+    """Runs operations in their order, which all ranks must share.
+
+    An operation that its caller waits for runs in the caller's own thread if nothing is under way.
+    All others run in the lane's thread, which is started for the first of them.
+    """
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._queue = queue.SimpleQueue()
-        self._last: Future[Any] | None = None
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"phalanx-comm-{name}", daemon=True)
-        self._thread.start()
+        self._changed = threading.Condition()
+        self._turn = threading.Lock()  # held by whoever runs an operation
+        self._under_way = 0
+        self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Run `work` when everything before it is done."""
-        future: Future[Any] = Future()
-        with self._lock:
-            self._last = future
+    def try_now(self, work: Callable[[], T]) -> tuple[bool, T | None]:
+        """Run `work` here if nothing is under way; returns whether it was, and its result."""
+        with self._changed:
+            if self._under_way:
+                return False, None
+            self._under_way = 1
+            self._turn.acquire()  # free, as nothing is under way
+        try:
+            return True, work()
+        finally:
+            self._turn.release()
+            self._ended()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in the lane's thread when everything before it is done."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"phalanx-comm-{self._name}", daemon=True
+                )
+                self._thread.start()
+            self._under_way += 1
             self._queue.put((work, future))
         return future
 
-    @property
-    def last(self) -> Future[Any] | None:
-        """The newest operation, or None."""
-        return self._last
+    def wait_idle(self, seconds: float) -> bool:
+        """Wait until nothing is under way; returns whether it is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._under_way, seconds)
 
     @property
     def is_current(self) -> bool:
@@ -42,13 +67,21 @@ class Lane:
         """Let the thread end after what has been launched."""
         self._queue.put(None)
 
+    def _ended(self) -> None:
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             work, future = item
             try:
-                result = work()
+                with self._turn:
+                    result = work()
             except BaseException as error:  # noqa: BLE001 - the future has it
                 future.set_exception(error)
             else:
                 future.set_result(result)
+                del result
             del item, work, future
+            self._ended()

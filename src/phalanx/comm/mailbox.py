@@ -1,28 +1,27 @@
-"""Messages from worker to worker, over connections of which both ends have proved that they belong.
+"""Messages from worker to worker, which wait at their receiver until they are asked for.
 
-Every worker listens, and connects to another when it first sends something to it. Both ends prove with
-a keyed hash of a random challenge that they know the job's token before anything else is read. A
-message is a small JSON header and plain bytes; nothing is unpickled here.
+A worker connects to another when it first sends something to it. A message is a small JSON header and
+plain bytes; nothing is unpickled here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import (
-    Client,
-    Connection,
-    Listener,
-    answer_challenge,
-    deliver_challenge,
-)
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from phalanx.comm.links import Links, receive_exactly
+
+CHANNEL = "messages"
+_LENGTHS = struct.Struct("!IQ")  # of the header, and of the bytes
 _LONGEST_HEADER = 1 << 20
 
 
@@ -31,7 +30,7 @@ class Message(NamedTuple):
 
     source: int
     about: dict[str, Any]
-    data: bytes
+    data: Any
 
 
 class Mailbox:
@@ -39,53 +38,44 @@ class Mailbox:
 
     Args:
         rank: the rank of this worker.
-        host: the address to listen at.
-        token: the job's secret.
-        find: gives the address of another worker's mailbox; may wait for it.
+        links: how it is reached.
+        dial: connects to another worker for a channel; may wait for it.
     """
 
-    def __init__(
-        self, rank: int, host: str, token: bytes, find: Callable[[int], tuple[str, int]]
-    ) -> None:
-        self._rank, self._token, self._find = rank, token, find
+    def __init__(self, rank: int, links: Links, dial: Callable[[int, str], socket.socket]) -> None:
+        self._rank, self._dial = rank, dial
         self._lock = threading.Lock()
         self._arrived: dict[tuple[str, int], deque[Message]] = {}
         self._wanted: dict[str, list[tuple[int | None, Future[Message]]]] = {}
-        self._out: dict[int, tuple[Connection, threading.Lock]] = {}
-        self._closed = False
-        family = "AF_INET6" if ":" in host else "AF_INET"
-        self._listener = Listener((host, 0), family, backlog=64)
-        self.port = int(self._listener.address[1])
-        threading.Thread(target=self._accept, name="phalanx-mailbox", daemon=True).start()
+        self._out: dict[int, tuple[socket.socket, threading.Lock]] = {}
+        links.give(CHANNEL, self._receive)
 
     # -- sending ---------------------------------------------------------------------------------
 
     def post(self, rank: int, topic: str, about: dict[str, Any], data: Any = b"") -> None:
         """Send a message; returns when it is on its way."""
+        body = memoryview(data).cast("B")
         if rank == self._rank:
-            self._deliver(topic, Message(rank, about, bytes(data)))
+            self._deliver(topic, Message(rank, about, bytes(body)))
             return
-        connection, lock = self._connection(rank)
-        size = memoryview(data).nbytes
-        header = json.dumps({"topic": topic, "about": about, "size": size}).encode()
+        header = json.dumps([topic, about]).encode()
+        sock, lock = self._connection(rank)
         with lock:
-            connection.send_bytes(header)
-            if size:
-                connection.send_bytes(memoryview(data).cast("B"))
+            sock.sendall(_LENGTHS.pack(len(header), len(body)) + header)
+            if len(body):
+                sock.sendall(body)
 
-    def _connection(self, rank: int) -> tuple[Connection, threading.Lock]:
+    def _connection(self, rank: int) -> tuple[socket.socket, threading.Lock]:
         with self._lock:
             known = self._out.get(rank)
         if known is not None:
             return known
-        address = self._find(rank)
-        connection: Connection = Client(address, authkey=self._token)
-        connection.send_bytes(str(self._rank).encode())
+        sock = self._dial(rank, CHANNEL)
         with self._lock:
             if rank in self._out:  # another thread was quicker
-                connection.close()
+                sock.close()
             else:
-                self._out[rank] = (connection, threading.Lock())
+                self._out[rank] = (sock, threading.Lock())
             return self._out[rank]
 
     # -- receiving -------------------------------------------------------------------------------
@@ -116,32 +106,18 @@ class Mailbox:
                 del self._wanted[topic]
         chosen[1].set_result(message)
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(
-                target=self._receive, args=(connection,), name="phalanx-mailbox-peer", daemon=True
-            ).start()
-
-    def _receive(self, connection: Connection) -> None:
-        with contextlib.suppress(OSError, EOFError, AuthenticationError, ValueError, KeyError):
-            deliver_challenge(connection, self._token)
-            answer_challenge(connection, self._token)
-            source = int(connection.recv_bytes(64))
+    def _receive(self, source: int, sock: socket.socket) -> None:
+        """Take the messages of one worker, until its connection ends."""
+        with contextlib.suppress(OSError, ValueError), sock:
             while True:
-                header = json.loads(connection.recv_bytes(_LONGEST_HEADER))
-                data = connection.recv_bytes() if header["size"] else b""
-                self._deliver(header["topic"], Message(source, header["about"], data))
-        connection.close()
-
-    def close(self) -> None:
-        """Stop listening and close all connections."""
-        self._closed = True
-        self._listener.close()
-        with self._lock:
-            for connection, _ in self._out.values():
-                connection.close()
-            self._out.clear()
+                lengths = bytearray(_LENGTHS.size)
+                receive_exactly(sock, memoryview(lengths))
+                head, size = _LENGTHS.unpack(lengths)
+                if head > _LONGEST_HEADER:
+                    return
+                header = bytearray(head)
+                receive_exactly(sock, memoryview(header))
+                topic, about = json.loads(header)
+                data = np.empty(size, np.uint8)
+                receive_exactly(sock, data.data)
+                self._deliver(topic, Message(source, about, data))

@@ -16,10 +16,11 @@ import numpy as np
 
 from phalanx.comm import groups, replica_messages
 from phalanx.comm.calls import Call, Outcome, as_array, begin, kind
-from phalanx.comm.functional import GroupLike
+from phalanx.comm.channels import Notice
 from phalanx.comm.handles import Handle, PendingArray
 from phalanx.comm.in_place import check_buffer, filled, write
 from phalanx.comm.mailbox import Message
+from phalanx.comm.operations import GroupLike
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 
@@ -50,7 +51,7 @@ def isend(tensor: Any, dst: int, group: GroupLike = None, tag: int = 0) -> Handl
             assert world.mailbox is not None
             world.mailbox.post(dst, topic, about, data.reshape(-1).view(np.uint8))
         except Exception as error:
-            cause = world.cause_of(error)
+            cause = world.explain(error, Notice(f"send to rank {dst}", call.site))
             cause.add_note(f"In send, launched at {call.site}.")
             raise cause from error
 
@@ -87,7 +88,7 @@ def irecv_(tensor: Any, src: int | None = None, group: GroupLike = None, tag: in
     """Begin to receive into a buffer. See `irecv`; the handle's `source_rank` says who sent it."""
     check_buffer(tensor)
     handle = _receive(tensor, src, group, tag)
-    return filled(handle, lambda out: write(tensor, out), True)
+    return filled((None, handle), lambda out: write(tensor, out), True)
 
 
 def recv_(tensor: Any, src: int | None = None, group: GroupLike = None, tag: int = 0) -> int | None:
@@ -173,7 +174,8 @@ def _receive(tensor: Any, src: int | None, group: GroupLike, tag: int) -> Handle
     if call is None:
         return None
     world = groups.world()
-    came = world.receive(_topic(call, tag), src)
+    assert world.mailbox is not None
+    came = world.mailbox.expect(_topic(call, tag), src)
     future: Future[Any] = Future()
     sources: list[int] = []
     wanted = kind(template)
@@ -191,7 +193,7 @@ def _receive(tensor: Any, src: int | None, group: GroupLike, tag: int) -> Handle
                 )
                 future.set_exception(world.fail("mismatch", text))
                 return
-            data = np.frombuffer(bytearray(message.data), dtype).reshape(shape)
+            data = message.data.view(dtype).reshape(shape)
             future.set_result(data if isinstance(template, np.ndarray) else jnp.asarray(data))
         except Exception as error:  # noqa: BLE001 - the future has it
             future.set_exception(error)

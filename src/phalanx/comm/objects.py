@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.comm import functional, groups
-from phalanx.comm.functional import GroupLike
+from phalanx.comm.operations import GroupLike
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.comm import groups
-from phalanx.comm.calls import Call
-
 Shape = tuple[int, ...]
+Run = Callable[..., Any]
+"""Runs a program, as `programs.run` does, for one group."""
 
 
 def concatenated(xs: Sequence[Any]) -> Any:
@@ -43,31 +42,31 @@ def padded_rows(xs: Sequence[Any], length: int | None = None) -> Any:
         return library.stack([library.pad(f, (0, most - f.shape[0])) for f in flat])
 
 
-def gather(call: Call, x: Any, shapes: Sequence[Shape]) -> list[jax.Array]:
+def gather(run: Run, x: Any, shapes: Sequence[Shape]) -> list[jax.Array]:
     """The arrays of all members, whose shapes are known."""
     if len(set(shapes)) == 1:
-        rows = call.run("gather", x)
+        rows = run("gather", x)
         return [rows[i] for i in range(len(shapes))]
     most = max(math.prod(s) for s in shapes)
-    rows = call.run("gather", padded_rows([x], most)[0])
+    rows = run("gather", padded_rows([x], most)[0])
     return [cut(rows[i], [s])[0] for i, s in enumerate(shapes)]
 
 
 def scatter(
-    call: Call, xs: Sequence[Any] | None, dtype: str, shapes: Sequence[Shape], place: int
+    run: Run, xs: Sequence[Any] | None, dtype: str, shapes: Sequence[Shape], me: int, place: int
 ) -> jax.Array:
-    """This member's array of the list that one member has."""
+    """The array for member `me` of the list that member `place` has."""
     most = max(math.prod(s) for s in shapes)
     nothing = np.zeros((len(shapes), most), jnp.dtype(dtype))
     rows = nothing if xs is None else padded_rows(xs, most)
-    return cut(call.run("exchange", rows)[place], [shapes[call.me]])[0]
+    return cut(run("exchange", rows)[place], [shapes[me]])[0]
 
 
-def exchange(call: Call, xs: Sequence[Any], shapes: Sequence[Sequence[Any]]) -> list[jax.Array]:
+def exchange(run: Run, xs: Sequence[Any], shapes: Sequence[Sequence[Any]], me: int) -> list[jax.Array]:
     """Send array i to member i; `shapes` has, for each member, the shapes of what it sends."""
     most = max(math.prod(s) for sent in shapes for s in sent)
-    rows = call.run("exchange", padded_rows(xs, most))
-    return [cut(rows[i], [tuple(sent[call.me])])[0] for i, sent in enumerate(shapes)]
+    rows = run("exchange", padded_rows(xs, most))
+    return [cut(rows[i], [tuple(sent[me])])[0] for i, sent in enumerate(shapes)]
 
 
 def rejoined(parts: Sequence[Any], rest: Sequence[int]) -> Any:
@@ -77,16 +76,3 @@ def rejoined(parts: Sequence[Any], rest: Sequence[int]) -> Any:
         return np.concatenate(whole)
     with jax.enable_x64(True):
         return jnp.concatenate(whole)
-
-
-def check_splits(call: Call, values: Sequence[Any]) -> None:
-    """Require that every member expects what the others send to it; all members find the same."""
-    for place, (_, expected) in enumerate(values):
-        comes = [sent[place] for sent, _ in values]
-        if expected is not None and expected != comes:
-            ranks = call.group.ranks
-            text = (
-                f"all_to_all_single at {call.site}: rank {ranks[place]} expects parts of the sizes "
-                f"{expected} from the ranks {list(ranks)}, but they send {comes}."
-            )
-            raise groups.world().fail("mismatch", text)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_futures
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,15 +20,24 @@ from phalanx.cluster.hub.facts import Failure
 from phalanx.cluster.preflight import bind_host
 from phalanx.cluster.tokens import find_token
 from phalanx.comm import compat
+from phalanx.comm.channels import (
+    Channel,
+    DifferentError,
+    InterruptedChannelError,
+    LateError,
+    LinkLostError,
+    Notice,
+)
 from phalanx.comm.lanes import Lane
-from phalanx.comm.mailbox import Mailbox, Message
+from phalanx.comm.links import Links
+from phalanx.comm.mailbox import Mailbox
 from phalanx.core.deadlines import worker_deadline
-from phalanx.core.errors import PhalanxError
+from phalanx.core.errors import InvalidValueError, PhalanxError
 from phalanx.execution.meetings import Ledger, Meeting
 from phalanx.execution.throttle import THROTTLE
 
 _LOOK = 0.1  # seconds between looks at whether the job has failed
-_FIRST_SAYS = 2.0  # seconds that others wait for the first of a group to say who is missing
+_ROUTE = "PHALANX_COMM_ROUTE"
 
 
 class World:
@@ -42,9 +51,13 @@ class World:
         self._connection = connection
         self.rank = 0 if connection is None else connection.rank
         self.size = 1 if connection is None else connection.size
+        self.is_on_host = _is_on_host()
+        """Whether data move through the memory of the host, else between devices."""
         self._lanes: dict[Any, Lane] = {}
-        self._sequences: dict[tuple[int, ...], int] = {}
+        self._channels: dict[tuple[int, ...], Channel] = {}
         self._lock = threading.Lock()
+        self._links: Links | None = None
+        self._orderly: OrderlyLedger | None = None
         self.mailbox: Mailbox | None = None
         self._hosts = ["" for _ in range(self.size)]
         self._names = [f"rank {i}" for i in range(self.size)]
@@ -56,26 +69,16 @@ class World:
         token = find_token(place.is_local).encode()
         self._hosts = [str(m.get("host")) for m in connection.roster]
         self._names = [f"rank {i} ({m.get('worker')})" for i, m in enumerate(connection.roster)]
-        key = hashlib.sha256(b"mailbox of " + token).digest()
-        self.mailbox = Mailbox(self.rank, bind_host(place.task, place.is_local), key, self._find)
-        compat.publish(f"phalanx/mailbox/{self.rank}", str(self.mailbox.port))
+        key = hashlib.sha256(b"collectives of " + token).digest()
+        self._links = Links(self.rank, bind_host(place.task, place.is_local), key)
+        self.mailbox = Mailbox(self.rank, self._links, self._dial)
+        compat.publish(f"phalanx/links/{self.rank}", str(self._links.port))
+        connection.member.on_failure(lambda _: self._cut())
         ledger = THROTTLE.ledger
-        if ledger is not None:
+        if ledger is not None and not self.is_on_host:
             self._orderly = OrderlyLedger(ledger, self.settle)
             THROTTLE.ledger = self._orderly
         atexit.register(self.settle)
-
-    def _find(self, rank: int) -> tuple[str, int]:
-        """The address of another worker's mailbox; waits for it to come to its collectives."""
-        assert self._connection is not None
-        end = time.monotonic() + worker_deadline()
-        while True:
-            self.check()
-            port = compat.look_up(f"phalanx/mailbox/{rank}", min(1.0, worker_deadline()))
-            if port is not None:
-                return split_address(self._connection.place.tasks[rank].address)[0], int(port)
-            if time.monotonic() > end:
-                raise self.fail("deadline", self._late_text([rank], "its first collective", "here"))
 
     # -- the job ---------------------------------------------------------------------------------
 
@@ -95,11 +98,23 @@ class World:
         member.report(Failure(kind, text))
         return (member.failure or Failure(kind, text)).error()
 
-    def cause_of(self, error: Exception) -> Exception:
-        """The job's failure, if an error is only its echo."""
-        if self._connection is None:
+    def explain(self, error: Exception, notice: Notice) -> Exception:
+        """The error to raise for one that an operation has met; the job knows of it then."""
+        at = f"{notice.same} at {notice.site}"
+        if isinstance(error, DifferentError):
+            return self.fail("mismatch", self._mismatch_text(error.notices))
+        if isinstance(error, LateError):
+            return self.fail("deadline", self._late_text(error.ranks, notice))
+        if isinstance(error, InterruptedChannelError):
+            text = f"The operation before {at} was interrupted on this rank or another."
+            return self.fail("precondition", text)
+        if self._connection is None or isinstance(error, PhalanxError):
             return error
-        return self._connection.member.cause_of(error) or error
+        cause = self._connection.member.cause_of(error)
+        if cause is None and isinstance(error, LinkLostError):
+            lost = self._names[error.rank]
+            return self.fail("died", f"{lost} closed its connection in the middle of {at}.")
+        return cause or error
 
     def local_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks that are on this machine."""
@@ -108,26 +123,25 @@ class World:
     # -- order -----------------------------------------------------------------------------------
 
     def lane(self, key: Any) -> Lane:
-        """The thread that runs operations of one kind in order."""
-        with self._lock:
-            if key not in self._lanes:
-                self._lanes[key] = Lane("-".join(map(str, key)))
-            return self._lanes[key]
+        """What keeps operations of one kind in order."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            with self._lock:
+                lane = self._lanes.setdefault(key, Lane("-".join(map(str, key))))
+        return lane
 
     def settle(self) -> None:
         """Wait until what was launched is done, or the job has failed."""
         with self._lock:
             lanes = list(self._lanes.values())
         for lane in lanes:
-            last = lane.last
-            while last is not None and not last.done() and not lane.is_current:
-                wait_for_futures([last], _LOOK)
+            while not lane.is_current and not lane.wait_idle(_LOOK):
                 if self._connection is not None and self._connection.member.failure is not None:
                     return
 
     def programs(self) -> Any:
         """The newest program of a strategy, which must be over before other programs begin."""
-        return self._orderly.token if hasattr(self, "_orderly") else None
+        return None if self._orderly is None else self._orderly.token
 
     def close(self) -> None:
         """Finish what was launched and stop all threads."""
@@ -135,91 +149,72 @@ class World:
         atexit.unregister(self.settle)
         for lane in self._lanes.values():
             lane.close()
-        if self.mailbox is not None:
-            self.mailbox.close()
-        if hasattr(self, "_orderly") and THROTTLE.ledger is self._orderly:
+        if self._links is not None:
+            self._links.close()
+        if self._orderly is not None and THROTTLE.ledger is self._orderly:
             THROTTLE.ledger = self._orderly.inner
 
-    # -- agreeing --------------------------------------------------------------------------------
+    # -- connections -----------------------------------------------------------------------------
 
-    def agree(
-        self,
-        ranks: tuple[int, ...],
-        operation: str,
-        same: str,
-        value: Any,
-        site: str,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """Make sure that the members of a group do the same; returns the value of each of them.
+    def channel(self, members: tuple[int, ...], notice: Notice, seconds: float) -> Channel:
+        """The connections between the members of a group, which are made for its first operation.
 
-        Args:
-            ranks: the members.
-            operation: what is about to be done, for people.
-            same: what must be the same for all.
-            value: what may differ, as JSON has it.
-            site: where it was called.
-            timeout: seconds to wait, by default the job's deadline.
+        Of each pair, the member with the higher rank calls the other.
         """
-        if len(ranks) == 1 or self.mailbox is None:
-            return [value]
-        members = tuple(sorted(ranks))
-        number = self._sequences[members] = self._sequences.get(members, 0) + 1
-        topic = f"agree {members} {number}"
-        mine = {"same": same, "operation": operation, "site": site, "value": value}
-        seconds = worker_deadline() if timeout is None else timeout
-        first = members[0]
-        if self.rank != first:
-            answer = self.mailbox.expect(f"{topic} answer", first)
-            self.mailbox.post(first, topic, mine)
-            late = lambda: self._late_text([first], operation, site)  # noqa: E731
-            return list(self._wait(answer, seconds + _FIRST_SAYS, late).about["values"])
-        others = {r: self.mailbox.expect(topic, r) for r in members[1:]}
-        end = time.monotonic() + seconds
-        said = {self.rank: mine}
-        for rank, future in others.items():
-            late = lambda: self._late_text(  # noqa: E731
-                [r for r, f in others.items() if not f.done()], operation, site
-            )
-            said[rank] = self._wait(future, max(0.0, end - time.monotonic()), late).about
-        if len({s["same"] for s in said.values()}) > 1:
-            raise self.fail("mismatch", self._mismatch_text(said))
-        values = [said[r]["value"] for r in ranks]
-        for rank in others:
-            self.mailbox.post(rank, f"{topic} answer", {"values": values})
-        return values
-
-    def _wait(self, future: Future[Message], seconds: float, late: Callable[[], str]) -> Message:
-        end = time.monotonic() + seconds
-        while not future.done():
+        channel = self._channels.get(members)
+        if channel is not None:
+            return channel
+        assert self._links is not None
+        name, end = ",".join(map(str, members)), time.monotonic() + seconds
+        sockets = {r: self._dial(r, name, end, notice) for r in members if r < self.rank}
+        waiting = [r for r in members if r > self.rank]
+        while waiting:
+            found = self._links.wait(name, waiting[0], _LOOK)
+            if found is not None:
+                sockets[waiting.pop(0)] = found
+                continue
             self.check()
             if time.monotonic() > end:
-                raise self.fail("deadline", late())
-            wait_for_futures([future], _LOOK)
-        return future.result()
+                raise LateError([r for r in waiting if not self._links.has(name, r)])
+        channel = self._channels[members] = Channel(self.rank, sockets, self.check)
+        return channel
 
-    def receive(self, topic: str, source: int | None) -> Future[Message]:
-        """The next message on a topic."""
-        assert self.mailbox is not None
-        return self.mailbox.expect(topic, source)
+    def _dial(
+        self, rank: int, channel: str, end: float | None = None, notice: Notice | None = None
+    ) -> socket.socket:
+        """Connect to another worker; waits for it to come to its collectives."""
+        assert self._links is not None
+        assert self._connection is not None
+        end = time.monotonic() + worker_deadline() if end is None else end
+        host = split_address(self._connection.place.tasks[rank].address)[0]
+        while True:
+            self.check()
+            port = compat.look_up(f"phalanx/links/{rank}", max(0.01, min(1.0, end - time.monotonic())))
+            if port is not None:
+                return self._links.dial((host, int(port)), channel, max(0.1, end - time.monotonic()))
+            if time.monotonic() > end:
+                raise LateError([rank])
 
-    def _late_text(self, late: Sequence[int], operation: str, site: str) -> str:
+    def _cut(self) -> None:
+        if self._links is not None:
+            self._links.cut()
+
+    # -- words -----------------------------------------------------------------------------------
+
+    def _late_text(self, late: Sequence[int], notice: Notice) -> str:
         return (
-            f"{self._names[self.rank]} waited for {self.names(late)} until the deadline: {operation} "
-            f"at {site} needs all members of the group. All of them must make the same calls in the "
-            "same order."
+            f"{self._names[self.rank]} waited for {self.names(late)} until the deadline: {notice.same} "
+            f"at {notice.site} needs all members of the group. All of them must make the same calls in "
+            "the same order."
         )
 
-    def _mismatch_text(self, said: dict[int, dict[str, Any]]) -> str:
+    def _mismatch_text(self, said: dict[int, Notice]) -> str:
         rule = (
             "The ranks of a group came to different operations. All of them must make the same calls "
             "in the same order, with arrays that fit together."
         )
-        lines = [rule]
-        lines += [
-            f"  {self._names[r]}: {s['operation']} at {s['site']}" for r, s in sorted(said.items())
-        ]
-        return "\n".join(lines)
+        lines = [f"  {self._names[r]}: {s.same} at {s.site}" for r, s in sorted(said.items())]
+        return "\n".join([rule, *lines])
 
 
 class OrderlyLedger:
@@ -249,3 +244,13 @@ def device_of(rank: int) -> jax.Device:
     """The device with which a worker takes part in collectives: its first."""
     devices = [d for d in jax.devices() if d.process_index == rank]
     return min(devices, key=lambda d: d.id)
+
+
+def _is_on_host() -> bool:
+    """Whether arrays are on the host in any case; PHALANX_COMM_ROUTE is for testing."""
+    route = os.environ.get(_ROUTE, "")
+    if route not in ("", "host", "devices"):
+        raise InvalidValueError(
+            f"The environment variable {_ROUTE} must be host or devices. Received: {route!r}"
+        )
+    return route == "host" or (not route and jax.default_backend() == "cpu")

@@ -48,6 +48,14 @@ def call_site(until: CodeType) -> CallSite:
     return CallSite(tuple(path), text)
 
 
+def caller() -> str:
+    """The user's line that is being executed by this thread, as text."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "an unknown place" if frame is None else describe(frame)
+
+
 def describe(frame: FrameType) -> str:
     """A frame as ``file:line in function``."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -60,7 +60,11 @@ def _set(settings: dict[int, int]) -> bool:
 
 def expect_model(parameters: Sequence[Any]) -> None:
     """Prepare for steps of a model with these parameters, arrays or variables, on each device."""
-    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in parameters)
+    expect_buffer(sum(math.prod(x.shape) * x.dtype.itemsize for x in parameters))
+
+
+def expect_buffer(nbytes: int) -> None:
+    """Prepare for buffers of so many bytes that are made and freed again and again."""
     if nbytes < LARGE_MODEL_BYTES or jax.default_backend() != "cpu":
         return
     switch = os.environ.get(_SWITCH, "1")
