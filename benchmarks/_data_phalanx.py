@@ -1,6 +1,6 @@
 """A child of `data.py`: the pipelines in px.data, and training steps that take their input from one.
 
-``python _data_phalanx.py pipelines FOLDER``, ``memory MEGABYTES``, ``overlap waits|computes`` or
+``python _data_phalanx.py pipelines FOLDER``, ``memory MEGABYTES``, ``overlap KIND`` (see `KINDS`) or
 ``write FOLDER``, which makes the file of records.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,16 @@ OVERLAP_BATCH = 512
 OVERLAP_HIDDEN = 160
 OVERLAP_WAIT = 0.004
 OVERLAP_ROWS = 20_000
+OVERLAP_BATCHES = 32
+"""How many batches the step alone uses in turn: more than fit into the caches, as with real input."""
+
+KINDS = {
+    "waits": (True, 1),
+    "computes": (False, 1),
+    "waits, crowded": (True, 2),
+    "computes, crowded": (False, 2),
+}
+"""Whether the input waits or computes, and how many devices, and so processors, the step has."""
 
 
 def settings(
@@ -117,14 +128,16 @@ def overlap_dataset(waits: bool) -> px.data.Dataset:
     return batches.map(fetched if waits else normalised)
 
 
-def overlap(waits: bool) -> None:
+def overlap(waits: bool, devices: int) -> None:
     """Time input alone, steps alone, and both, with and without reading ahead.
 
     A command names what to run and how many steps; the answer has its wall-clock and processor time.
     """
     from step import LEARNING_RATE, jax_loss, phalanx_strategy
 
-    strategy = phalanx_strategy(2)
+    if devices == 1:
+        os.environ["PJRT_NPROC"] = "1"  # JAX's threads; the input has the other processors
+    strategy = phalanx_strategy(devices)
     rng = np.random.default_rng(0)
     sizes = (common.WIDTH, OVERLAP_HIDDEN, OVERLAP_HIDDEN, 10)
     with strategy.scope():
@@ -150,13 +163,13 @@ def overlap(waits: bool) -> None:
         return iter(strategy.experimental_distribute_dataset(overlap_dataset(waits), options))
 
     ahead, on_demand = distributed(1), distributed(0)
-    first = next(ahead)
+    prepared = itertools.cycle([next(ahead) for _ in range(OVERLAP_BATCHES)])
 
     def input_alone() -> None:
-        jax.block_until_ready([v.values for v in next(on_demand)])
+        jax.block_until_ready(next(on_demand))
 
     def step_alone() -> None:
-        train(*first).block_until_ready()
+        train(*next(prepared)).block_until_ready()
 
     def with_input(batches: Iterator[Any]) -> Callable[[], None]:
         return lambda: train(*next(batches)).block_until_ready()
@@ -192,7 +205,7 @@ def main(what: str, argument: str) -> None:
     elif what == "memory":
         common.serve_memory(versions(), int(argument), for_memory)
     elif what == "overlap":
-        overlap({"waits": True, "computes": False}[argument])
+        overlap(*KINDS[argument])
     else:
         common.serve_pipelines(versions(), pipelines(Path(argument)))
 

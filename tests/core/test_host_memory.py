@@ -48,9 +48,29 @@ LARGE_STEPS = """
 """
 
 
-def page_faults(style: str, **environment: str) -> int:
+BATCHES = """
+    import resource
+    import numpy as np
+    import phalanx as px
+
+    def normalised(x):
+        x = x - x.mean(axis=1, keepdims=True)
+        return x / (x.std(axis=1, keepdims=True) + 1)
+
+    rows = px.data.Dataset.from_tensor_slices(np.ones((2048, 1024), np.float32))
+    batches = iter(rows.shuffle(2048).repeat().batch(512).map(normalised))
+    for _ in range(8):
+        next(batches)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(32):
+        next(batches)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 32)
+"""
+
+
+def page_faults(style: str, program: str = LARGE_STEPS, **environment: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LARGE_STEPS), style],
+        [sys.executable, "-c", textwrap.dedent(program), style],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -64,6 +84,20 @@ def page_faults(style: str, **environment: str) -> int:
 @pytest.mark.parametrize("style", ["variables", "pure"])
 def test_large_steps_keep_their_memory(style: str) -> None:
     assert page_faults(style) < page_faults(style, PHALANX_RETAIN_HOST_MEMORY="0") / 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only the GNU C library can keep memory")
+def test_batches_keep_their_memory() -> None:
+    assert page_faults("", BATCHES) < page_faults("", BATCHES, PHALANX_RETAIN_HOST_MEMORY="0") / 2
+
+
+def test_settings_only_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.core import host_memory
+
+    monkeypatch.setattr(host_memory, "_done", ["steps"])
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", None)  # which must not be needed
+    host_memory.expect_input()
+    assert host_memory._done == ["steps"]
 
 
 def test_a_bad_switch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

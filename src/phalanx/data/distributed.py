@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core import context as ctx
+from phalanx.core import host_memory
 from phalanx.core.errors import InvalidValueError, OutOfRangeError
 from phalanx.core.options import InputOptions
 from phalanx.core.pulls import begins_loop, gives_elements
@@ -247,6 +248,7 @@ class DistributedIterator:
         self._ended = False
 
     def _open(self) -> Items[tuple[Any, Step | None]]:
+        host_memory.expect_input()
         dataset = self._dataset
         run = Run(self._seed, (self._epoch,), deterministic=dataset._deterministic)
         position, steps = self._position, self._steps

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax import tree_util
 
+from phalanx.core import host_memory
 from phalanx.core.errors import InvalidValueError, OutOfRangeError
 from phalanx.core.pulls import begins_loop, gives_elements
 from phalanx.data.node import Cursor, Node, Run, open_plan
@@ -85,6 +86,7 @@ class Iterator:
     def _open(self, state: Mapping[str, int]) -> None:
         self._epoch, self._seed, self._index = state["epoch"], state["seed"], state["index"]
         run = Run(self._seed, (self._epoch,), deterministic=self._deterministic)
+        host_memory.expect_input()
         self._cursor = open_plan(self._node, run)
         self._to_skip = self._index
 

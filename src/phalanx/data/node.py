@@ -270,7 +270,7 @@ class RowNumbers(Node):
 
     def spec(self, *inputs: Any) -> Any:
         """One row number."""
-        return TensorSpec((), np.int64)
+        return TensorSpec((), number_dtype(self.count))
 
     def size(self, *inputs: int) -> int:
         """How many rows there are."""
@@ -281,11 +281,17 @@ class RowNumbers(Node):
         return CountingCursor(self.count)
 
 
+def number_dtype(count: int) -> Any:
+    """The smaller type that can number so many rows: a shuffle may hold a number for each of them."""
+    return np.int32 if count <= 2**31 else np.int64
+
+
 class CountingCursor(Cursor):
     """Counts from 0."""
 
     def __init__(self, count: int) -> None:
         self.position, self._count = 0, count
+        self._dtype = number_dtype(count)
 
     def read(self, limit: int) -> Chunk | None:
         """The next numbers."""
@@ -293,7 +299,7 @@ class CountingCursor(Cursor):
         if start == stop:
             return None
         self.position = stop
-        return Chunk((np.arange(start, stop),), stop - start)
+        return Chunk((np.arange(start, stop, dtype=self._dtype),), stop - start)
 
     def skip(self, count: int) -> int:
         """Add."""

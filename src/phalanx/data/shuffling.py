@@ -79,7 +79,7 @@ class _ShuffleCursor(Cursor):
         self.inputs = (input_,)
         self._size, self._rng, self._input_size = size, rng, input_size
         self._buffer: Chunk | None = None  # written to, so never handed out
-        self._order: Indices | None = None  # what is left to leave, once the input has ended
+        self._order: Indices | range | None = None  # what is left to leave, once the input has ended
 
     def _fill(self) -> None:
         chunks, have = [], 0
@@ -87,13 +87,25 @@ class _ShuffleCursor(Cursor):
             chunks.append(chunk)
             have += chunk.count
         if not chunks:
-            self._order = np.empty(0, np.int64)
+            self._order = range(0)
             return
         if have < self._size:
             self._buffer = Chunk.concat(chunks)
-            self._order = self._rng.permutation(have)
+            self._draw_order()
         else:
             self._buffer = _own(chunks)
+
+    def _draw_order(self) -> None:
+        """Decide in which order the elements of the buffer leave."""
+        assert self._buffer is not None
+        numbers, *others = self._buffer.columns
+        if others or isinstance(numbers, list) or numbers.dtype.kind != "i" or numbers.ndim > 1:
+            self._order = self._rng.permutation(self._buffer.count)
+        else:  # the same order, without another number for each row
+            shuffled = numbers.copy()
+            self._rng.shuffle(shuffled)
+            self._buffer = Chunk([shuffled], self._buffer.count)
+            self._order = range(self._buffer.count)
 
     def read(self, limit: int) -> Chunk | None:
         if self._buffer is None and self._order is None:
@@ -102,12 +114,15 @@ class _ShuffleCursor(Cursor):
             chunk = self._exchange(limit)
             if chunk is not None:
                 return chunk
-            self._order = self._rng.permutation(self._size)
+            self._draw_order()
+        assert self._order is not None
         leaving, self._order = self._order[:limit], self._order[limit:]
         if not len(leaving):
             self._buffer = None
             return None
         assert self._buffer is not None
+        if isinstance(leaving, range):
+            return self._buffer.rows(leaving.start, leaving.stop)
         return self._buffer.take(leaving)
 
     def _exchange(self, limit: int) -> Chunk | None:
@@ -140,8 +155,8 @@ class _ShuffleCursor(Cursor):
             return skipped
         wanted = np.asarray(shadow._buffer.columns[0])
         if self._order is not None:
-            wanted = wanted[self._order]
-            self._order = np.arange(len(wanted))
+            wanted = wanted[np.asarray(self._order, np.int64)]
+            self._order = range(len(wanted))
         if len(wanted):
             self._buffer = _own([self._fetch(wanted)])
         return skipped
