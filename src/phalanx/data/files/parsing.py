@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -258,26 +258,31 @@ def _parse(
     records: list[bytes], features: Mapping[str, ParsedFeature], names: Sequence[str]
 ) -> dict[str, Any]:
     try:
-        layouts = wire.scan_all(records)
+        alike = wire.scan_alike(records)
+        layouts = wire.scan_all(records) if alike is None else [alike.layout] * len(records)
     except wire.Malformed as reason:
         which = reason.record
         raise wire.malformed(names[which].capitalize(), reason, records[which]) from None
-    return {key: _column(key, f, records, layouts, names) for key, f in features.items()}
+    batch = _Batch(records, layouts, names, None if alike is None else alike.matrix)
+    return {key: _column(key, feature, batch) for key, feature in features.items()}
+
+
+class _Batch(NamedTuple):
+    """Records that are parsed together; as rows of a matrix too, if all have one layout."""
+
+    records: Sequence[bytes]
+    layouts: Sequence[wire.Layout]
+    names: Sequence[str]
+    matrix: wire.Bytes | None
 
 
 _MISSING = wire.Values(wire.UNSET, [])
 
 
-def _column(
-    key: str,
-    feature: ParsedFeature,
-    records: Sequence[bytes],
-    layouts: Sequence[wire.Layout],
-    names: Sequence[str],
-) -> Any:
+def _column(key: str, feature: ParsedFeature, batch: _Batch) -> Any:
     """One feature of all records."""
-    kind, encoded = _kind_of(feature.dtype), key.encode()
-    found = [layout.get(encoded, _MISSING) for layout in layouts]
+    kind, encoded, names = _kind_of(feature.dtype), key.encode(), batch.names
+    found = [layout.get(encoded, _MISSING) for layout in batch.layouts]
     kinds = np.array([values.kind for values in found], np.int64)
     wrong = (kinds != kind) & (kinds != wire.UNSET)
     if wrong.any():
@@ -287,7 +292,8 @@ def _column(
             f"{_NAMES[int(kinds[which])]} in the record, dtype {_NAMES[kind]} in features"
         )
     try:
-        numbers, counts = _decode(kind, records, found)
+        decoded = _decode_alike(kind, batch.matrix, found[0]) if batch.matrix is not None else None
+        numbers, counts = decoded or _decode(kind, batch.records, found)
     except wire.Malformed as reason:
         raise InvalidArgumentError(
             f"Feature {key!r} cannot be read: {reason}. Received: {len(names)} records"
@@ -297,6 +303,20 @@ def _column(
     if isinstance(feature, FixedLenSequenceFeature):
         return _sequence(key, feature, numbers, counts, names)
     return Ragged(np.split(numbers, np.cumsum(counts)[:-1])) if len(counts) else Ragged([])
+
+
+def _decode_alike(kind: int, matrix: wire.Bytes, values: wire.Values) -> tuple[Array, Array] | None:
+    """As `_decode`, of records with one layout; None where it is no faster."""
+    if kind == wire.BYTES or len(values.spans) != 1 or not values.is_packed:
+        return None
+    ((start, stop),) = values.spans
+    part = matrix[:, start:stop]
+    if kind == wire.FLOAT:
+        numbers = np.ascontiguousarray(part).view("<f4").reshape(-1)
+        return numbers, np.full(len(matrix), (stop - start) // 4)
+    numbers, stops = wire.integers([part.tobytes()])
+    ends = (stop - start) * np.arange(1, len(matrix) + 1)
+    return numbers, np.diff(np.searchsorted(stops, ends, side="right"), prepend=0)
 
 
 def _decode(kind: int, records: Sequence[bytes], found: Sequence[wire.Values]) -> tuple[Array, Array]:

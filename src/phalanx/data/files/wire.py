@@ -28,6 +28,7 @@ _LONGEST = 10  # bytes of a varint
 _WORTH_COMPARING = 4  # records
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Field = tuple[int, int, int, int]
 """The number of a field, its wire type, and where its value starts and ends."""
 
@@ -111,6 +112,21 @@ def _scan_list(data: bytes, at: int, end: int, kind: int) -> tuple[list[tuple[in
     return spans, is_packed
 
 
+class Alike(NamedTuple):
+    """Records of one layout, whose bytes are the rows of a matrix."""
+
+    layout: Layout
+    matrix: Bytes
+
+
+def scan_alike(records: Sequence[bytes]) -> Alike | None:
+    """`scan` for records that all differ in their values only; None if they do not."""
+    if len(records) < _WORTH_COMPARING or len({len(record) for record in records}) > 1:
+        return None
+    layout, matrix = _scan_one(records, 0), _matrix(records)
+    return Alike(layout, matrix) if _fits(layout, matrix).all() else None
+
+
 def scan_all(records: Sequence[bytes]) -> list[Layout]:
     """`scan` for many records; of those that differ in their values only, one is scanned."""
     layouts: list[Layout] = [{}] * len(records)
@@ -121,7 +137,7 @@ def scan_all(records: Sequence[bytes]) -> list[Layout]:
         left = alike
         while len(left) >= _WORTH_COMPARING:
             layout = _scan_one(records, left[0])
-            same = _fits(layout, [records[i] for i in left])
+            same = _fits(layout, _matrix([records[i] for i in left]))
             for i in itertools.compress(left, same):
                 layouts[i] = layout
             left = list(itertools.compress(left, ~same))
@@ -140,9 +156,13 @@ def _scan_one(records: Sequence[bytes], i: int) -> Layout:
         raise
 
 
-def _fits(layout: Layout, records: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _matrix(records: Sequence[bytes]) -> Bytes:
+    """Records of one length as rows of bytes."""
+    return np.frombuffer(b"".join(records), np.uint8).reshape(len(records), -1)
+
+
+def _fits(layout: Layout, matrix: Bytes) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which records of one length have a layout that the first of them is known to have."""
-    matrix = np.frombuffer(b"".join(records), np.uint8).reshape(len(records), -1)
     must_agree = np.ones(matrix.shape[1], bool)
     ends = []
     for values in layout.values():
