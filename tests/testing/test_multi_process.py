@@ -43,9 +43,24 @@ def pause() -> None:
     threading.Event().wait(120)
 
 
+KINDS = {"new": (), "copies": ("json",)}
+kind = "new"
+
+
+@pytest.fixture(scope="module", autouse=True, params=KINDS)
+def each_kind(request: pytest.FixtureRequest) -> None:
+    """All tests run with new processes, and with copies of one."""
+    global kind  # noqa: PLW0603 - what a module-wide parameter is
+    kind = request.param
+
+
+def cluster_of(**options: Any) -> px.testing.MultiProcess:
+    return px.testing.MultiProcess(preload=KINDS[kind], **options)
+
+
 @pytest.fixture(scope="module")
-def shared() -> Iterator[px.testing.MultiProcess]:
-    with px.testing.MultiProcess(workers=2) as cluster:
+def shared(each_kind: None) -> Iterator[px.testing.MultiProcess]:
+    with cluster_of(workers=2) as cluster:
         yield cluster
 
 
@@ -117,7 +132,7 @@ def test_each_process_has_its_devices() -> None:
 
         return len(jax.devices("cpu")), os.environ["WORD"]
 
-    with px.testing.MultiProcess(workers=2, devices=3, env={"WORD": "yes"}) as cluster:
+    with cluster_of(workers=2, devices=3, env={"WORD": "yes"}) as cluster:
         assert cluster.run(devices) == [(3, "yes")] * 2
 
 
@@ -125,13 +140,13 @@ def test_chief_and_parameter_servers() -> None:
     def task() -> dict[str, Any]:
         return json.loads(os.environ["TF_CONFIG"])["task"]
 
-    with px.testing.MultiProcess(workers=1, ps=1, chief=True) as cluster:
+    with cluster_of(workers=1, ps=1, chief=True) as cluster:
         assert cluster.names == ["chief 0", "worker 0", "ps 0"]
         assert [t["type"] for t in cluster.run(task)] == ["chief", "worker", "ps"]
 
 
 def test_without_reuse_every_run_has_new_processes() -> None:
-    with px.testing.MultiProcess(workers=1, reuse=False) as cluster:
+    with cluster_of(workers=1, reuse=False) as cluster:
         pids = cluster.run(os.getpid) + cluster.run(os.getpid)
     assert len(set(pids)) == 2
     assert wait_gone(pids) == []
@@ -193,7 +208,7 @@ def test_a_death_is_an_error_and_the_next_run_has_a_new_cluster() -> None:
         if index() == 0:
             os._exit(7)
 
-    with px.testing.MultiProcess(workers=2) as cluster:
+    with cluster_of(workers=2) as cluster:
         before = cluster.pids
         with pytest.raises(px.errors.WorkerLostError, match=r"worker 0 .*exit code 7(.|\n)*almost"):
             cluster.run(die)
@@ -203,7 +218,7 @@ def test_a_death_is_an_error_and_the_next_run_has_a_new_cluster() -> None:
 
 
 def test_leaving_python_ends_the_process() -> None:
-    with px.testing.MultiProcess(workers=1) as cluster:
+    with cluster_of(workers=1) as cluster:
         (outcome,) = cluster.start(sys.exit, 3).results(timeout=30)
     assert outcome.exit_code == 3
 
@@ -212,7 +227,7 @@ def test_those_that_are_late_are_shown_and_killed() -> None:
     def late() -> int:
         return index() if index() == 0 else pause()  # type: ignore[return-value]
 
-    with px.testing.MultiProcess(workers=2) as cluster:
+    with cluster_of(workers=2) as cluster:
         before = cluster.pids
         with pytest.raises(px.errors.DeadlineExceededError, match=r"on worker 1\.") as caught:
             cluster.run(late, timeout=0.5)
@@ -231,7 +246,7 @@ def test_kill_and_restart() -> None:
             return f"done by {index()}"
         return str(threading.Event().wait(limit))
 
-    with px.testing.MultiProcess(workers=2) as cluster:
+    with cluster_of(workers=2) as cluster:
         handle = cluster.start(work, 60)
         cluster.wait_for_output(1, "at work")
         assert not handle.done
@@ -260,7 +275,7 @@ def test_stop_and_go_on(shared: px.testing.MultiProcess) -> None:
 
 
 def test_the_hub_learns_of_a_death() -> None:
-    with px.testing.MultiProcess(workers=2) as cluster:
+    with cluster_of(workers=2) as cluster:
         cluster.kill(1)
         failure = cluster.hub.failure
         assert failure is not None
@@ -276,6 +291,8 @@ def test_wrong_numbers() -> None:
         px.testing.MultiProcess(workers=0)
     with pytest.raises(px.errors.InvalidValueError, match="devices"):
         px.testing.MultiProcess(devices=0)
+    with pytest.raises(px.errors.InvalidValueError, match="names of modules"):
+        px.testing.MultiProcess(preload=[3])  # type: ignore[list-item]
 
 
 def test_wrong_workers(shared: px.testing.MultiProcess) -> None:
@@ -311,13 +328,13 @@ def test_processes_end_with_the_block_and_so_do_their_children() -> None:
         child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         return child.pid
 
-    with px.testing.MultiProcess(workers=2) as cluster:
+    with cluster_of(workers=2) as cluster:
         pids = cluster.pids + cluster.run(spawn)
     assert wait_gone(pids) == []
 
 
 def test_busy_processes_are_killed_when_the_block_ends() -> None:
-    with px.testing.MultiProcess(workers=1) as cluster:
+    with cluster_of(workers=1) as cluster:
         handle = cluster.start(pause)
         pids = cluster.pids
     assert wait_gone(pids) == []
@@ -326,25 +343,65 @@ def test_busy_processes_are_killed_when_the_block_ends() -> None:
 
 def test_processes_end_if_their_parent_is_killed() -> None:
     program = """
-import signal, subprocess
+import signal, subprocess, sys
 import phalanx as px
+from phalanx.testing import copies
 
 def work():
     print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
     signal.pause()
 
-with px.testing.MultiProcess(workers=1) as cluster:
+with px.testing.MultiProcess(workers=1, preload=sys.argv[1:]) as cluster:
     cluster.start(work)
     cluster.wait_for_output(0, "\\n")
-    print(*cluster.pids, cluster.stdout(0), flush=True)
+    templates = [template.pid for template in copies._templates.values()]
+    print(*cluster.pids, *templates, cluster.stdout(0), flush=True)
     signal.pause()
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+    command = [sys.executable, "-c", program, *KINDS[kind]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
-    assert len(pids) == 2
+    assert len(pids) == 2 + len(KINDS[kind])
     assert wait_gone(pids) == []
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def test_copies_have_imported_what_was_asked_for() -> None:
+    names = ["this_module_is_not_there"]
+    with (
+        pytest.raises(px.errors.NotFoundError, match=r"No module named 'this_module(.|\n)*Received"),
+        px.testing.MultiProcess(workers=1, preload=names) as cluster,
+    ):
+        cluster.run(index)
+
+    def is_there() -> bool:
+        return "wave" in sys.modules
+
+    with px.testing.MultiProcess(workers=2, preload="wave") as cluster:
+        assert cluster.run(is_there) == [True, True]
+        first = cluster.run(os.getppid)
+    with px.testing.MultiProcess(workers=2, preload=["wave"]) as cluster:
+        assert cluster.run(os.getppid) == first
+    with px.testing.MultiProcess(workers=2, preload=["wave"], env={"JAX_LOG": "1"}) as cluster:
+        assert set(cluster.run(os.getppid)).isdisjoint(first)
+
+
+def test_copies_of_a_template_that_was_killed() -> None:
+    with cluster_of(workers=2) as cluster:
+        parents = set(cluster.run(os.getppid)) - {os.getpid()}
+        handle = cluster.start(pause)
+        pids = cluster.pids
+        for pid in parents:
+            os.kill(pid, signal.SIGKILL)
+        if parents:
+            assert [o.exit_code for o in handle.results(30.0)] == [-signal.SIGKILL] * 2
+    assert wait_gone([*pids, *parents]) == []
+    with cluster_of(workers=2) as cluster:
+        assert cluster.run(index) == [0, 1]
 
 
 # -- messages ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx.cluster.hub.facts import Task
@@ -23,6 +23,7 @@ from phalanx.core.errors import (
     InvalidValueError,
     WorkerLostError,
 )
+from phalanx.testing.copies import find_template
 from phalanx.testing.pool import Pool, Worker
 from phalanx.testing.runs import MultiProcessRun, Reply
 from phalanx.testing.shipping import pack_call
@@ -53,6 +54,10 @@ class MultiProcess:
         reuse: whether one process runs several functions, one after another; else each run has new
             ones.
         env: environment variables for all processes.
+        preload: names of modules that the workers have already imported when they start. They are
+            imported once, in a process of which the workers are copies (where the system can do that),
+            so that clusters with JAX start in a tenth of a second too. With the same modules and the
+            same environment, later clusters use the same process.
 
     Examples:
         >>> import os
@@ -74,6 +79,7 @@ class MultiProcess:
         chief: bool = False,
         reuse: bool = True,
         env: Mapping[str, str] | None = None,
+        preload: Sequence[str] = (),
     ) -> None:
         if not isinstance(devices, int) or devices < 1:
             raise InvalidValueError(f"devices must be a whole number from 1. Received: {devices!r}")
@@ -82,6 +88,7 @@ class MultiProcess:
         self._devices = devices
         self._reuse = reuse
         self._env = dict(env or {})
+        self._preload = _module_names(preload)
         self._numbers = itertools.count(1)
         self._stack = contextlib.ExitStack()
         self._pool: Pool | None = None
@@ -259,7 +266,8 @@ class MultiProcess:
                 for task in self._tasks
             ]
             self._run, self._closing = None, False
-            self._pool = Pool(self._take_reply, self._take_death)
+            template = find_template(self._preload, self._environs[0])
+            self._pool = Pool(self._take_reply, self._take_death, template)
             stack.callback(self._end_pool, self._pool)
             for i, environ in enumerate(self._environs):
                 self._pool.start(i, environ)
@@ -354,3 +362,10 @@ class MultiProcess:
     def _cause_of_death(self, task: Task) -> int | None:
         worker = None if self._pool is None else self._pool.workers.get(self._tasks.index(task))
         return None if worker is None else worker.process.wait(_DEATH_SECONDS)
+
+
+def _module_names(preload: Sequence[str]) -> tuple[str, ...]:
+    names = (preload,) if isinstance(preload, str) else tuple(preload)
+    if not all(isinstance(name, str) and name for name in names):
+        raise InvalidValueError(f"preload must be names of modules. Received: {preload!r}")
+    return names

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster.launch.process import Guard, Process
+from phalanx.testing.copies import Copy, Template
 from phalanx.testing.shipping import frame, split_frames
 
 __all__ = ["Pool", "Worker"]
@@ -29,18 +30,20 @@ _END_SECONDS = 10.0
 class Worker:
     """One process: what it has written, and what it is still to be told."""
 
-    def __init__(self, index: int, environ: Mapping[str, str], guard: Guard) -> None:
+    def __init__(
+        self, index: int, environ: Mapping[str, str], guard: Guard, template: Template | None
+    ) -> None:
         self.index = index
         orders, self.orders = os.pipe()
         self.replies, replies = os.pipe()
+        self.process: Process | Copy
+        fds = (orders, replies)
         try:
-            self.process = Process(
-                [sys.executable, "-P", _CHILD, str(orders), str(replies)],
-                environ,
-                guard,
-                name=str(index),
-                pass_fds=(orders, replies),
-            )
+            if template is None:
+                argv = [sys.executable, "-P", _CHILD, str(orders), str(replies)]
+                self.process = Process(argv, environ, guard, name=str(index), pass_fds=fds)
+            else:
+                self.process = Copy(template, environ, guard, name=str(index), pass_fds=fds)
         finally:
             os.close(orders)
             os.close(replies)
@@ -74,13 +77,20 @@ class Pool:
     Args:
         reply: called with a worker's index and each message that it sends.
         death: called with a worker's index when its process has ended.
+        template: what the workers are copies of, if they are.
     """
 
-    def __init__(self, reply: Callable[[int, Any], None], death: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        reply: Callable[[int, Any], None],
+        death: Callable[[int, int], None],
+        template: Template | None = None,
+    ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.workers: dict[int, Worker] = {}
         self._reply = reply
         self._death = death
+        self._template = template
         self._guard = Guard()
         self._selector = selectors.DefaultSelector()
         self._wake_out, self._wake_in = socket.socketpair()
@@ -93,7 +103,7 @@ class Pool:
     def start(self, index: int, environ: Mapping[str, str]) -> Worker:
         """Start a worker; one with the same index must have been ended before."""
         with self.changed:
-            worker = Worker(index, environ, self._guard)
+            worker = Worker(index, environ, self._guard, self._template)
             self.workers[index] = worker
             for fd in worker.fds():
                 self._selector.register(fd, selectors.EVENT_READ, worker)
