@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import phalanx as px
 
+HELD = ("before", "compile", "trace", "input", "between", "end")
+"""Places at which the guilty worker can wait for what is done to it."""
 
-def reduce(x: Any) -> Any:
-    return px.get_replica_context().all_reduce("sum", x)  # type: ignore[union-attr]
+Outcome = tuple[str, str, float]
+"""The type and text of what a worker raised, and when; both are empty if it raised nothing."""
+
+
+def me() -> int:
+    return int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
 
 
 def say(text: str) -> None:
     print(text, flush=True)
 
 
+def hold() -> None:
+    say("ready")
+    threading.Event().wait(120)
+
+
+def reduce(x: Any) -> Any:
+    return px.get_replica_context().all_reduce("sum", x)  # type: ignore[union-attr]
+
+
+def gather(s: px.Strategy) -> float:
+    value = s.experimental_distribute_values_from_function(lambda c: jnp.ones(1))
+    return float(s.gather(value, axis=0).sum())
+
+
 def loop(steps: int, compiled: bool, fault: str = "", guilty: int = -1) -> Any:
-    """Steps with a collective each; one worker does something else in the third."""
-    if fault == "before" and me() == guilty:
-        say("ready")
-        threading.Event().wait(120)
+    """Steps with a collective each; one worker does something else, mostly in the third."""
+    mine = fault if me() == guilty else ""
+    if mine == "before":
+        hold()
     s = px.MultiWorkerMirroredStrategy()
+    if mine == "compile":
+        hold_at_compilation()
 
     def step(x: jax.Array) -> jax.Array:
-        if fault == "trace" and me() == guilty and compiled:
-            say("ready")
-            threading.Event().wait(120)
+        if mine == "trace":
+            hold()
         return reduce(x * 2.0)
 
     run = (
@@ -42,11 +67,22 @@ def loop(steps: int, compiled: bool, fault: str = "", guilty: int = -1) -> Any:
         given = s.experimental_distribute_values_from_function(lambda c: x)
         return float(s.experimental_local_results(run(given))[0].sum())
 
+    def batches() -> Iterator[Any]:
+        for i in range(steps):
+            if i == 2 and mine == "input":
+                hold()
+            yield np.ones(2, np.float32)
+
+    dataset = px.data.Dataset.from_generator(batches, output_types=np.float32).batch(1)
     total = 0.0
+    if fault == "input":
+        for x in s.distribute_datasets_from_function(lambda c: dataset):
+            total += float(s.experimental_local_results(run(x))[0].sum())
+        return total
     for i in range(steps):
-        if i == 2 and me() == guilty:
-            total += misbehave(s, fault, call)
-            if fault in ("early", "order"):
+        if i == 2 and mine:
+            total += misbehave(s, mine, call)
+            if mine in ("early", "order"):
                 return total
         elif i == 2 and fault == "order":
             total += call(jnp.ones(2)) + gather(s)
@@ -56,15 +92,10 @@ def loop(steps: int, compiled: bool, fault: str = "", guilty: int = -1) -> Any:
     return total
 
 
-def gather(s: px.Strategy) -> float:
-    value = s.experimental_distribute_values_from_function(lambda c: jnp.ones(1))
-    return float(s.gather(value, axis=0).sum())
+def hold_at_compilation() -> None:
+    from jax._src import compiler
 
-
-def me() -> int:
-    import json
-
-    return int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
+    compiler.compile_or_get_cached = lambda *args, **kwargs: hold()  # type: ignore[assignment]
 
 
 def misbehave(s: px.Strategy, fault: str, call: Any) -> float:
@@ -76,9 +107,8 @@ def misbehave(s: px.Strategy, fault: str, call: Any) -> float:
         say("ready")
         while True:  # until the job ends: an exception of the job does not reach this loop
             time.monotonic()
-    if fault == "wait":
-        say("ready")
-        threading.Event().wait(120)
+    if fault == "between":
+        hold()
     if fault == "shape":
         return float(call(jnp.ones(3)))
     if fault == "dtype":
@@ -88,22 +118,39 @@ def misbehave(s: px.Strategy, fault: str, call: Any) -> float:
     return 0.0
 
 
-def timed(*args: Any, **kwargs: Any) -> tuple[str, str, float]:
-    """The loop; the type and text of what it raised, and when."""
+def caught(*args: Any) -> Outcome:
+    """The loop, in a program that catches what it raises and lives on."""
     try:
-        loop(*args, **kwargs)
+        loop(*args)
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return type(error).__name__, str(error), time.time()
     return "", "", time.time()
 
 
-def as_program(*args: Any, **kwargs: Any) -> tuple[str, str, float]:
-    """The same, but the guilty worker then ends, as a program does, with all its connections."""
-    begun = time.time()
-    kind, text, when = timed(*args, **kwargs)
-    if me() == kwargs["guilty"]:
-        say(f"{kind}: {text}")
-        if not kind:
-            px.MultiWorkerMirroredStrategy().extended._connection.disconnect(1.0)  # type: ignore[attr-defined]
-        os._exit(1 if kind else 0)
-    return kind, text, when - begun
+def as_program(steps: int, compiled: bool, fault: str, guilty: int) -> Outcome:
+    """The loop, where the guilty worker ends as a program does: of its exception, or of its end."""
+    if me() != guilty:
+        return caught(steps, compiled, fault, guilty)
+    try:
+        loop(steps, compiled, fault, guilty)
+    except Exception:  # noqa: BLE001 - Python's own last resort
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.stderr.flush()
+        os._exit(1)
+    leave()
+    os._exit(0)
+
+
+def leave() -> float:
+    """Come to the end of the program; returns when that was."""
+    connection = px.MultiWorkerMirroredStrategy().extended._connection  # type: ignore[attr-defined]
+    connection.disconnect()
+    return time.time()
+
+
+def to_the_end(compiled: bool, guilty: int) -> float:
+    """All have done their steps; the guilty one never says goodbye."""
+    loop(3, compiled)
+    if me() == guilty:
+        hold()
+    return leave()

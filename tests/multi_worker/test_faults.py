@@ -2,150 +2,212 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import contextlib
+import functools
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import phalanx as px
-from phalanx.cluster.watchdog import EXIT_CODE
 from tests.multi_worker import faults
 from tests.processes import wait_gone
 
-KNOWN_WITHIN = 5.0  # seconds from a death to the exception on the others
+KNOWN_WITHIN = 5.0  # seconds from a death or a difference to the exception on the others
+DEADLINE = 3
+
+Gang = px.testing.MultiProcess
 
 
-@pytest.fixture
-def pair() -> Iterator[px.testing.MultiProcess]:
-    with px.testing.MultiProcess(workers=2, env={"PHALANX_DEADLINE": "6"}) as cluster:
-        pids = cluster.pids
-        yield cluster
-    assert wait_gone(pids) == []
+@contextlib.contextmanager
+def gang(workers: int = 3, devices: int = 1, deadline: float = 20) -> Iterator[Gang]:
+    env = {"PHALANX_DEADLINE": str(deadline)}
+    preload = ["phalanx", faults.__name__]
+    with Gang(workers=workers, devices=devices, env=env, preload=preload) as opened:
+        pids = opened.pids
+        yield opened
+    assert wait_gone(pids) == [], "no process is left"
 
 
-def outcome(result: Any) -> tuple[str, str, float]:
-    assert result.error is None, result.error
-    return result.value
+def wait_until(cluster: Gang, run: Any, worker: int, text: str) -> None:
+    """Wait until a worker has said something, and not until it has ended."""
+    cluster.wait(lambda: text in cluster.stdout(worker) or worker in run.replies, 60.0)
+    assert text in cluster.stdout(worker), run.replies
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_a_death_between_steps(pair: px.testing.MultiProcess, guilty: int, compiled: bool) -> None:
-    run = pair.start(faults.timed, 4, compiled, "wait", guilty)
-    pair.wait_for_output(guilty, "ready")
-    killed = time.time()
-    pair.kill(guilty)
-    survivor = run.results(timeout=30.0)[1 - guilty]
-    kind, text, when = outcome(survivor)
-    assert kind == "WorkerLostError", text
-    assert f"worker {guilty}" in text
-    assert "SIGKILL" in text
-    print(f"known after {when - killed:.2f} s")
-    assert when - killed < KNOWN_WITHIN
+def outcomes(results: list[Any], guilty: int) -> list[faults.Outcome]:
+    """What the others have raised; all of them still run."""
+    others = [result for result in results if result.worker != guilty]
+    for result in others:
+        assert result.error is None, result.error
+    return [result.value for result in others]
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_a_death_before_the_strategy_is_made(pair: px.testing.MultiProcess, guilty: int) -> None:
-    run = pair.start(faults.timed, 4, False, "before", guilty)
-    pair.wait_for_output(guilty, "ready")
-    killed = time.time()
-    pair.kill(guilty)
-    kind, text, when = outcome(run.results(timeout=30.0)[1 - guilty])
-    assert kind == "WorkerLostError", text
-    assert f"worker {guilty}" in text
-    print(f"known after {when - killed:.2f} s")
+three = pytest.mark.parametrize("guilty", [0, 1, 2])
+shapes = pytest.mark.parametrize(("workers", "devices"), [(2, 1), (2, 2), (3, 1), (3, 2)])
+
+# -- deaths ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_a_death_while_tracing(pair: px.testing.MultiProcess, guilty: int) -> None:
-    run = pair.start(faults.timed, 4, True, "trace", guilty)
-    pair.wait_for_output(guilty, "ready")
-    killed = time.time()
-    pair.kill(guilty)
-    kind, text, when = outcome(run.results(timeout=30.0)[1 - guilty])
-    assert kind == "WorkerLostError", text
-    print(f"known after {when - killed:.2f} s")
-    assert when - killed < KNOWN_WITHIN
-
-
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_a_death_amid_collectives(pair: px.testing.MultiProcess, guilty: int) -> None:
-    run = pair.start(faults.timed, 10**9, True)
-    pair.wait_for_output(guilty, "started")
-    killed = time.time()
-    pair.kill(guilty)
-    kind, text, when = outcome(run.results(timeout=30.0)[1 - guilty])
-    assert kind == "WorkerLostError", text
-    print(f"known after {when - killed:.2f} s")
-    assert when - killed < KNOWN_WITHIN
-
-
+@three
 @pytest.mark.parametrize(
-    ("fault", "shown"),
+    ("phase", "compiled", "devices"),
     [
-        ("shape", ("float32[2]", "float32[3]")),
-        ("dtype", ("float32[2]", "float16[2]")),
-        ("order", ("all_gather", "all_reduce")),
+        ("before", False, 1),
+        ("trace", True, 1),
+        ("compile", True, 1),
+        ("input", True, 1),
+        ("between", False, 1),
+        ("between", True, 2),
+        ("step", False, 1),
+        ("step", True, 1),
+        ("step", True, 2),
     ],
 )
-def test_different_calls_are_shown_side_by_side(
-    pair: px.testing.MultiProcess, fault: str, shown: tuple[str, ...]
-) -> None:
-    """One worker is inside a known program, in native code, when the other comes with a new one."""
-    results = pair.start(faults.as_program, 6, False, fault, guilty=1).results(timeout=60.0)
-    kind, text, seconds = outcome(results[0])
-    assert kind == "CollectiveMismatchError", text
-    for told in (text, results[1].stdout):
-        assert all(x in told for x in shown)
-        assert "faults.py" in told
-    print(f"{fault}: {seconds:.2f} s")
+def test_a_death(phase: str, compiled: bool, devices: int, guilty: int) -> None:
+    with gang(devices=devices) as cluster:
+        run = cluster.start(faults.caught, 10**9, compiled, phase, guilty)
+        wait_until(cluster, run, guilty, "ready" if phase in faults.HELD else "started")
+        killed = time.time()
+        cluster.kill(guilty)
+        told = outcomes(run.results(timeout=30.0), guilty)
+    for kind, text, when in told:
+        assert kind == "WorkerLostError", text
+        assert re.match(rf"worker {guilty} .*was killed by signal 9 \(SIGKILL\)", text), text
+        assert ("before it joined" in text) == (phase == "before")
+        if phase in ("input", "between", "step"):
+            assert "It was at " in text
+            assert "faults.py:" in text
+        assert when - killed < KNOWN_WITHIN
+    assert len({text for _, text, _ in told}) == 1
 
 
-def test_an_exception_reaches_the_others(pair: px.testing.MultiProcess) -> None:
-    def raising() -> Any:
-        if faults.me() == 0:
-            return faults.timed(4, False, "raise", 1)
-        try:
-            return faults.loop(4, False, "raise", 1)
-        except KeyError:  # what Python does at the end of a program
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
-
-    results = pair.start(raising).results(timeout=30.0)
-    kind, text, _ = outcome(results[0])
-    assert kind == "WorkerFailedError"
-    assert "KeyError: 'a fault of its own'" in text
-    assert "misbehave" in text
-    assert "a fault of its own" in results[1].stderr
+@three
+def test_a_death_at_the_end(guilty: int) -> None:
+    """The others have done their work, and do not wait for the one that will not come."""
+    with gang() as cluster:
+        run = cluster.start(faults.to_the_end, True, guilty)
+        wait_until(cluster, run, guilty, "ready")
+        killed = time.time()
+        cluster.kill(guilty)
+        for when in outcomes(run.results(timeout=30.0), guilty):
+            assert when - killed < KNOWN_WITHIN
+        assert cluster.hub.failure is not None
+        assert f"worker {guilty} " in cluster.hub.failure.text
 
 
-def test_a_worker_that_ends_early(pair: px.testing.MultiProcess) -> None:
-    results = pair.start(faults.as_program, 4, False, "early", guilty=1).results(timeout=60.0)
-    kind, text, seconds = outcome(results[0])
-    assert kind == "WorkerLostError"
-    assert "finished while worker 0 still communicates" in text
-    assert seconds < 20.0
+# -- differences ----------------------------------------------------------------------------------
+
+SHOWN = {
+    ("shape", False): ("all_reduce SUM of float32[2]", "all_reduce SUM of float32[3]"),
+    ("dtype", False): ("of float32[2]", "of float16[2]"),
+    ("order", False): ("all_gather along 0 of ", "all_reduce SUM of "),
+    ("shape", True): ("compiled function <lambda> of float32[6]", "<lambda> of float32[9]"),
+    ("dtype", True): ("of float32[6]", "of float16[6]"),
+    ("order", True): ("all_gather along 0 of ", "compiled function <lambda> of "),
+}
+FAULTS = ("shape", "dtype", "order")
+
+
+def check_mismatch(results: list[Any], fault: str, compiled: bool, guilty: int) -> None:
+    """All workers live on, and have raised the same within seconds."""
+    told = outcomes(results, guilty=-1)
+    times = [when for _, _, when in told]
+    for kind, text, _ in told:
+        assert kind == "CollectiveMismatchError", text
+        lines = text.splitlines()
+        assert all(any(shown in line for line in lines) for shown in SHOWN[fault, compiled]), text
+        assert any(line.startswith(f"  worker {guilty}: ") and "faults.py:" in line for line in lines)
+    assert max(times) - min(times) < KNOWN_WITHIN
+    assert len({text for _, text, _ in told}) == 1
+
+
+@shapes
+@pytest.mark.parametrize("fault", FAULTS)
+def test_different_calls_are_shown_side_by_side(fault: str, workers: int, devices: int) -> None:
+    """Others are inside a known program, in native code, when one comes with a new one."""
+    guilty = workers - 1
+    with gang(workers, devices) as cluster:
+        results = cluster.start(faults.caught, 6, False, fault, guilty).results(timeout=60.0)
+        check_mismatch(results, fault, False, guilty)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_whoever_differs_is_named(fault: str, guilty: int) -> None:
+    with gang() as cluster:
+        results = cluster.start(faults.caught, 6, True, fault, guilty).results(timeout=60.0)
+        check_mismatch(results, fault, True, guilty)
+
+
+# -- exceptions, and ends that come too early -------------------------------------------------------
+
+
+@three
+def test_an_exception_reaches_the_others(guilty: int) -> None:
+    with gang() as cluster:
+        results = cluster.start(faults.as_program, 4, False, "raise", guilty).results(timeout=30.0)
+    for kind, text, _ in outcomes(results, guilty):
+        assert kind == "WorkerFailedError"
+        assert text.startswith(f"worker {guilty} ")
+        assert "KeyError: 'a fault of its own'" in text
+        assert "in misbehave" in text
+    assert results[guilty].exit_code == 1
+    assert "a fault of its own" in results[guilty].stderr
+
+
+@three
+def test_an_exit_code_reaches_the_others(guilty: int) -> None:
+    with gang() as cluster:
+        results = cluster.start(faults.as_program, 4, False, "exit", guilty).results(timeout=30.0)
+    for kind, text, _ in outcomes(results, guilty):
+        assert kind == "WorkerLostError"
+        assert re.match(rf"worker {guilty} .*ended with exit code 3", text), text
+
+
+@three
+def test_a_worker_that_ends_early(guilty: int) -> None:
+    with gang() as cluster:
+        begun = time.time()
+        results = cluster.start(faults.as_program, 4, False, "early", guilty).results(timeout=60.0)
+    for kind, text, when in outcomes(results, guilty):
+        assert kind == "WorkerLostError"
+        assert re.match(rf"worker {guilty} .*finished while worker \d still communicates, at ", text)
+        assert "faults.py:" in text
+        assert when - begun < KNOWN_WITHIN
+    assert results[guilty].exit_code == 0
+
+
+# -- workers that do nothing ------------------------------------------------------------------------
 
 
 def test_workers_that_do_nothing() -> None:
-    """Frozen, or in an endless loop: the others say who is late, and end if native code holds them."""
-    env = {"PHALANX_DEADLINE": "3"}
-    frozen, looping = (px.testing.MultiProcess(workers=2, env=env) for _ in range(2))
-    with frozen, looping:
-        pids = frozen.pids + looping.pids
-        first = frozen.start(faults.timed, 10**9, False)
-        second = looping.start(faults.timed, 4, False, "loop", 1)
-        frozen.wait_for_output(1, "started")
-        frozen.stop(1)
-        for cluster, run in ((frozen, first), (looping, second)):
-            assert cluster.wait(lambda run=run: 0 in run.replies, 60.0)
-            result = run.replies[0].outcome(0, "worker 0")
-            kind, text, _ = result.value or ("", result.stderr, 0.0)
-            assert kind == "DeadlineExceededError" or result.exit_code == EXIT_CODE
-            assert "worker 0 waited for 3 seconds" in text
-            assert "worker 1" in text
-            cluster.kill(1)
-    assert wait_gone(pids) == []
+    """Frozen, or in an endless loop: all others raise at the deadline, and know who is late."""
+    with contextlib.ExitStack() as stack:
+        frozen = [stack.enter_context(gang(deadline=DEADLINE)) for _ in range(3)]
+        looping = stack.enter_context(gang(2, 2, deadline=DEADLINE))
+        runs = [c.start(faults.caught, 10**9, bool(i % 2)) for i, c in enumerate(frozen)]
+        stuck = looping.start(faults.caught, 4, False, "loop", 1)
+        for guilty, cluster in enumerate(frozen):
+            wait_until(cluster, runs[guilty], guilty, "started")
+            cluster.stop(guilty)
+        for guilty, cluster, run in (*zip(range(3), frozen, runs, strict=True), (1, looping, stuck)):
+            others = [i for i in range(len(cluster.names)) if i != guilty]
+            assert cluster.wait(functools.partial(all_ended, run, others), 60.0)
+            for i in others:
+                result = run.replies[i].outcome(i, cluster.names[i])
+                assert result.error is None, result.error
+                kind, text, _ = result.value
+                assert kind == "DeadlineExceededError", text
+                assert re.match(rf"worker \d waited for {DEADLINE} seconds at .*faults.py:", text), text
+                assert re.search(rf"Late: worker {guilty} ", text), text
+        for guilty, (cluster, run) in enumerate(zip(frozen, runs, strict=True)):
+            cluster.cont(guilty)
+            assert run.results(timeout=30.0)[guilty].value[0] == "DeadlineExceededError"
+        looping.kill(1)
+
+
+def all_ended(run: Any, workers: list[int]) -> bool:
+    return all(i in run.replies for i in workers)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Hashable
 from typing import Any
 
+import jax
+
 from phalanx.cluster import bootstrap
 from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.status import Waiting
@@ -44,6 +46,8 @@ class WorkerLedger:
         self._member = member
         self._sequence = 0
         self._known: dict[Hashable, tuple[dict[str, Any], Waiting]] = {}
+        self._waiting = member.waiting("")
+        self._awaits_results = jax.default_backend() == "cpu"
 
     def meet(self, meeting: Meeting) -> Waiting:
         """Make sure that all workers come to the same program; the program runs inside.
@@ -58,10 +62,17 @@ class WorkerLedger:
             details = meeting.details()
             member.agree(self._sequence, meeting.digest(details), details)
             known = self._known[meeting.key] = (details, member.waiting(details["site"]))
-        details, waiting = known
+        details, self._waiting = known
         member.status.begin(self._sequence, details)
-        return waiting
+        return self._waiting
 
     def begun(self, token: Any) -> None:
-        """The program was dispatched; `token` is ready when it has finished."""
+        """The program was dispatched; `token` is ready when it has finished.
+
+        Between CPUs it is awaited here. What fails later would be raised where the program reads a
+        result, by JAX, and nobody could say there which worker is behind it.
+        """
         self._member.status.pending = token
+        if self._awaits_results:
+            with self._waiting:
+                token.block_until_ready()

@@ -105,6 +105,7 @@ class Copy:
     ) -> None:
         self._guard = guard
         self._mark = f"{guard.mark}/{name}/"
+        self._lock = threading.Lock()
         self._code: int | None = None
         self._closed = False
         self._status, theirs = socket.socketpair()
@@ -132,19 +133,24 @@ class Copy:
     @property
     def code(self) -> int | None:
         """The exit code, -n if signal n ended it, None while it runs."""
-        if self._code is None and not self._closed and select.select([self._status], [], [], 0)[0]:
-            message = program.receive(self._status)
-            if message is None:  # somebody has ended the template
-                self.send(signal.SIGKILL)
-            self._code = -signal.SIGKILL if message is None else int(message[0])
-        return self._code
+        with self._lock:  # several threads ask
+            if self._code is None and not self._closed and self._is_readable(0.0):
+                message = program.receive(self._status)
+                if message is None:  # somebody has ended the template
+                    self.send(signal.SIGKILL)
+                self._code = -signal.SIGKILL if message is None else int(message[0])
+            return self._code
+
+    def _is_readable(self, seconds: float) -> bool:
+        with contextlib.suppress(OSError, ValueError):  # another thread closes it
+            return bool(select.select([self._status], [], [], seconds)[0])
+        return False
 
     def wait(self, seconds: float) -> int | None:
         """The exit code, if the process ends within this time."""
         end = time.monotonic() + seconds
-        while self.code is None and (left := end - time.monotonic()) > 0:
-            with contextlib.suppress(OSError, ValueError):  # another thread closes it
-                select.select([self._status], [], [], left)
+        while self.code is None and not self._closed and (left := end - time.monotonic()) > 0:
+            self._is_readable(left)
         return self.code
 
     def send(self, signum: int) -> None:
@@ -161,8 +167,9 @@ class Copy:
         self.send(signal.SIGKILL)
         guard_program.send_to_marked(self._mark, signal.SIGKILL)
         self.wait(_REAP_SECONDS)
-        self._closed = True
-        self._status.close()
+        with self._lock:
+            self._closed = True
+            self._status.close()
         self._guard.forget(self.pid)
         for fd in (self.stdout, self.stderr):
             os.close(fd)

@@ -73,6 +73,7 @@ def _serve(parent: socket.socket) -> tuple[dict[str, str], list[int]] | None:
                 if key.fileobj == pidfd:
                     selector.unregister(pidfd)
                     send(status, _code(key.data))
+                    status.shutdown(socket.SHUT_WR)  # so that it stays readable
                 else:  # the parent has done with it
                     _forget(key.data)
                     selector.unregister(status)

@@ -303,6 +303,30 @@ def test_a_broken_connection_is_explained_by_who_left():
     assert "worker 1 (pid 101 on h1) finished while worker 0 still communicates, at train.py:3" in text
 
 
+@pytest.mark.parametrize("further", ["status", "sign"])
+def test_one_that_runs_more_programs_than_the_others_is_told_at_once(further):
+    job = Job(3)
+    for rank in (0, 1):
+        job.say(rank, {"type": "post", "name": "meet goodbye", "value": None, "last": 7})
+    job.say(2, {"type": "status", "sequence": 7, "site": "train.py:3"})
+    assert job.board.failure is None
+    if further == "status":
+        job.say(2, {"type": "status", "sequence": 8, "site": "train.py:4"})
+    else:
+        job.say(2, {**sign(8, "digest"), "details": {"site": "train.py:4"}})
+    for peer in range(3):
+        (text,) = job.failures(peer)
+        assert text.startswith("worker 0 (pid 100 on h0) and worker 1 (pid 101 on h1) finished while ")
+        assert "worker 2 still communicates, at train.py:4." in text
+
+
+def test_a_death_is_said_to_be_where_the_last_new_program_was():
+    job = Job(2)
+    job.say(1, {**sign(1, "digest"), "details": {"site": "train.py:4"}})
+    job.take(job.board.lost(1, 1.0))
+    assert "It was at train.py:4." in job.failures(0)[0]
+
+
 # -- the table and stacks --------------------------------------------------------------------------
 
 

@@ -294,12 +294,17 @@ class Board:
     def _post(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         posts, _ = self._exchanges.setdefault(str(message["name"]), ({}, now))
         posts[seat.rank] = message.get("value")
+        if message.get("last") is not None:
+            seat.last = int(message["last"])
         return self._settle(now)
 
     def _sign(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         number, digest = int(message["sequence"]), str(message["digest"])
+        details = message.get("details")
+        if isinstance(details, Mapping) and details.get("site"):
+            seat.status = {**seat.status, "site": str(details["site"])}
         self._progress.reach(seat, number, now)
-        self._agreement.sign(seat.rank, number, digest, message.get("details"))
+        self._agreement.sign(seat.rank, number, digest, details)
         return self._settle(now)
 
     def _ran(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
@@ -316,15 +321,7 @@ class Board:
     def _broken(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member lost a connection to another member; that tells nothing yet if all are there."""
         left = [s for s in self._seats if s.state == "left"]
-        if not left:
-            return []
-        names = " and ".join(str(s) for s in left)
-        text = (
-            f"{names} finished while {seat.task} still communicates, at "
-            f"{message.get('site') or 'an unknown place'}. All workers must run the same number of "
-            "steps."
-        )
-        return self._fail(Failure("left", text, str(left[0].task)))
+        return self._fail(_finished(left, seat, message.get("site"))) if left else []
 
     def _leave(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         seat.state = "left"
@@ -388,6 +385,7 @@ class Board:
             values = [posts.get(seat.rank) for seat in self._seats]
             out += self._to_all({"type": "exchanged", "name": name, "values": values})
         out += self._settle_agreement(now)
+        out += self._settle_ends()
         for number in list(self._requests):
             out += self._settle_stacks(number, now)
         return out
@@ -405,6 +403,16 @@ class Board:
         for rank, number in verdict.questions:
             out.append((self._seats[rank].peer, {"type": "ran?", "sequence": number}))
         return out if verdict.failure is None else out + self._fail(verdict.failure)
+
+    def _settle_ends(self) -> list[Out]:
+        """A failure if some run more programs than others, who have come to their end."""
+        if self._failure is not None:
+            return []
+        for seat in self._joined():
+            ended = [s for s in self._joined() if s.last is not None and s.last < seat.sequence]
+            if ended:
+                return self._fail(_finished(ended, seat, seat.status.get("site")))
+        return []
 
     def _settle_stacks(self, number: int, now: float) -> list[Out]:
         request = self._requests[number]
@@ -454,6 +462,15 @@ class Board:
 
     def _joined(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.state == "joined"]
+
+
+def _finished(ended: Sequence[Seat], seat: Seat, site: Any) -> Failure:
+    names = " and ".join(str(s) for s in ended)
+    text = (
+        f"{names} finished while {seat.task} still communicates, at {site or 'an unknown place'}. All "
+        "workers must run the same number of steps."
+    )
+    return Failure("left", text, str(ended[0].task))
 
 
 def _heard(message: Mapping[str, Any]) -> dict[str, Any]:

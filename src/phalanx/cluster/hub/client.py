@@ -182,12 +182,14 @@ class Member:
     def meet(self, name: str, timeout: float) -> bool:
         """Wait until all workers are at the same place, or have finished; returns whether they are.
 
+        A worker that is there runs no more programs: those who do fail, instead of waiting for it.
         Unlike the other methods that wait, this one raises nothing: a job that has failed, or workers
         that do not come in time, are just not there.
         """
         key = f"meet {name}"
         if self._failure is None and not self._closing:
-            self._send({"type": "post", "name": key, "value": None})
+            last = int(self.status.sequence)
+            self._send({"type": "post", "name": key, "value": None, "last": last})
             with self._changed:
                 self._changed.wait_for(lambda: key in self._exchanged or self._failure, timeout)
         return self._exchanged.pop(key, None) is not None

@@ -25,6 +25,7 @@ class Seat:
     info: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     sequence: int = 0  # the last program that it has begun or wants to begin
+    last: int | None = None  # the last program that it will ever run, once it is known
     heard: float = 0.0
     exit: str = ""  # how its process ended, if a launcher has told
 
