@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
