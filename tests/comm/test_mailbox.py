@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +20,7 @@ def boxes() -> Iterator[list[Mailbox]]:
     links = [Links(rank, "127.0.0.1", b"secret") for rank in range(3)]
 
     def box(rank: int) -> Mailbox:
-        dial = lambda to, channel: links[rank].dial(("127.0.0.1", links[to].port), channel, DEADLINE)  # noqa: E731
+        dial = lambda to, channel: links[rank].dial(links[to].address, channel, DEADLINE)  # noqa: E731
         return Mailbox(rank, links[rank], dial)
 
     yield [box(rank) for rank in range(3)]
@@ -65,9 +66,12 @@ def door() -> Iterator[Links]:
     links.close()
 
 
-def test_workers_prove_themselves_to_each_other(door: Links) -> None:
+@pytest.mark.parametrize("local", [True, False])
+def test_workers_prove_themselves_to_each_other(door: Links, local: bool) -> None:
     own = Links(1, "127.0.0.1", b"secret")
-    dialled = own.dial(("127.0.0.1", door.port), "0,1", DEADLINE)
+    address = door.address if local else door.address._replace(local="")
+    dialled = own.dial(address, "0,1", DEADLINE)
+    assert (dialled.family == socket.AF_UNIX) == (local and sys.platform == "linux")
     found = door.wait("0,1", 1, DEADLINE)
     assert found is not None
     dialled.sendall(b"hello")
@@ -81,26 +85,33 @@ def test_workers_prove_themselves_to_each_other(door: Links) -> None:
 def test_another_secret_is_refused_by_both_ends(door: Links) -> None:
     stranger = Links(1, "127.0.0.1", b"guess")
     with pytest.raises(px.errors.UnauthenticatedError):
-        stranger.dial(("127.0.0.1", door.port), "0,1", DEADLINE)
+        stranger.dial(door.address, "0,1", DEADLINE)
     with pytest.raises(px.errors.UnauthenticatedError):
-        door.dial(("127.0.0.1", stranger.port), "0,1", DEADLINE)
+        door.dial(stranger.address, "0,1", DEADLINE)
     assert door.wait("0,1", 1, 0.0) is None
     stranger.close()
 
 
+def test_a_machine_of_its_own_is_reached_over_the_network(door: Links) -> None:
+    own = Links(1, "127.0.0.1", b"secret")
+    dialled = own.dial(door.address._replace(local="nobody"), "0,1", DEADLINE)
+    assert dialled.family == socket.AF_INET
+    own.close()
+
+
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.0\r\n\r\n" * 10, b"\xff" * 5000])
 def test_strangers_are_not_heard_and_are_not_in_the_way(door: Links, said: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", door.port), DEADLINE) as stranger:
+    with socket.create_connection(door.address[:2], DEADLINE) as stranger:
         stranger.sendall(said)
         own = Links(1, "127.0.0.1", b"secret")
-        own.dial(("127.0.0.1", door.port), "0,1", DEADLINE)
+        own.dial(door.address, "0,1", DEADLINE)
         assert door.wait("0,1", 1, DEADLINE) is not None
         own.close()
 
 
 def test_a_proof_cannot_be_given_back(door: Links) -> None:
     """Somebody in between cannot let a worker prove itself to its own listener."""
-    with socket.create_connection(("127.0.0.1", door.port), DEADLINE) as one:
+    with socket.create_connection(door.address[:2], DEADLINE) as one:
         greeting = one.recv(47, socket.MSG_WAITALL)
         one.sendall(greeting[-32:] + bytes(32) + (8).to_bytes(4, "big") + b'[0, "0"]')
         assert one.recv(1) == b""  # refused: not a single byte of an answer

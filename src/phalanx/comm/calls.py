@@ -185,7 +185,7 @@ class Call:
     def _run(self, world: World, notice: Notice, seconds: float, before: Any, work: Work) -> Any:
         try:
             world.check()
-            channel = world.channel(self.group.members, notice, seconds)
+            channel = world.channel(self.group.members, seconds)
             host = OnHost(channel, self.group.ranks, notice, seconds)
             if world.is_on_host:
                 result = work(host)

@@ -3,6 +3,9 @@
 A connection begins with a random number from each end. Both show with a keyed hash (SHA-256) of both
 numbers, and of what the connection is for, that they know the job's secret. Nothing is looked into
 before that, and nothing is unpickled here.
+
+Workers on one machine meet at Unix sockets, which move more than twice as much as TCP does. Linux has
+them without files, in a name space that ends with the process.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hmac
 import json
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +28,7 @@ _GREETING = b"phalanx-comm 1\n"
 _NONCE = 32
 _PROOF = hashlib.sha256().digest_size
 _LONGEST_PURPOSE = 4096
+_BACKLOG = 128
 _HANDSHAKE = 10.0  # seconds for both ends to prove themselves
 _BUFFER = 4 << 20  # bytes that the system may hold of a connection, in each direction
 
@@ -33,6 +38,14 @@ class Purpose(NamedTuple):
 
     rank: int
     channel: str
+
+
+class Address(NamedTuple):
+    """Where a worker can be reached: over the network, and from its own machine if that differs."""
+
+    host: str
+    port: int
+    local: str = ""
 
 
 class Links:
@@ -52,13 +65,23 @@ class Links:
         self._all: list[socket.socket] = []
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="phalanx-links", daemon=True).start()
+        self._listeners = [socket.create_server((host, 0), family=family, backlog=_BACKLOG)]
+        self.address = Address(host, int(self._listeners[0].getsockname()[1]))
+        """Where this worker listens."""
+        if sys.platform == "linux":
+            self.address = self.address._replace(local=f"phalanx-{secrets.token_hex(16)}")
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(_unnamed(self.address))
+            listener.listen(_BACKLOG)
+            self._listeners.append(listener)
+        for listener in self._listeners:
+            threading.Thread(
+                target=self._accept, args=(listener,), name="phalanx-links", daemon=True
+            ).start()
 
-    def dial(self, address: tuple[str, int], channel: str, seconds: float) -> socket.socket:
+    def dial(self, address: Address, channel: str, seconds: float) -> socket.socket:
         """Connect to another worker, for a channel that both know."""
-        sock = socket.create_connection(address, seconds)
+        sock = _connect(address, seconds)
         try:
             _prove_to_listener(sock, self._key, Purpose(self._rank, channel))
             _prepare(sock)
@@ -93,9 +116,10 @@ class Links:
     def close(self) -> None:
         """Stop listening, and end all connections."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            listener.close()
         self.cut()
         with self._changed:
             for sock in self._all:
@@ -110,10 +134,10 @@ class Links:
             if self._closed:
                 sock.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
                 return
             self._note(sock)
@@ -137,10 +161,30 @@ class Links:
             self._changed.notify_all()
 
 
+def _unnamed(address: Address) -> bytes:
+    """The name of a Unix socket that has no file."""
+    return b"\0" + address.local.encode()
+
+
+def _connect(address: Address, seconds: float) -> socket.socket:
+    if address.local:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(seconds)
+        try:
+            sock.connect(_unnamed(address))
+        except OSError:  # another container of the same machine
+            sock.close()
+        else:
+            return sock
+    return socket.create_connection((address.host, address.port), seconds)
+
+
 def _prepare(sock: socket.socket) -> None:
     sock.settimeout(None)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if _largest_buffer() >= _BUFFER:  # else the system's own choice is better
+    is_local = sock.family == socket.AF_UNIX
+    if not is_local:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if is_local or _largest_buffer() >= _BUFFER:  # else TCP's own choice is better
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
 

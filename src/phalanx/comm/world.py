@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import os
 import socket
 import threading
@@ -29,7 +30,7 @@ from phalanx.comm.channels import (
     Notice,
 )
 from phalanx.comm.lanes import Lane
-from phalanx.comm.links import Links
+from phalanx.comm.links import Address, Links
 from phalanx.comm.mailbox import Mailbox
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import InvalidValueError, PhalanxError
@@ -72,7 +73,7 @@ class World:
         key = hashlib.sha256(b"collectives of " + token).digest()
         self._links = Links(self.rank, bind_host(place.task, place.is_local), key)
         self.mailbox = Mailbox(self.rank, self._links, self._dial)
-        compat.publish(f"phalanx/links/{self.rank}", str(self._links.port))
+        compat.publish(f"phalanx/links/{self.rank}", json.dumps(self._links.address))
         connection.member.on_failure(lambda _: self._cut())
         ledger = THROTTLE.ledger
         if ledger is not None and not self.is_on_host:
@@ -156,7 +157,7 @@ class World:
 
     # -- connections -----------------------------------------------------------------------------
 
-    def channel(self, members: tuple[int, ...], notice: Notice, seconds: float) -> Channel:
+    def channel(self, members: tuple[int, ...], seconds: float) -> Channel:
         """The connections between the members of a group, which are made for its first operation.
 
         Of each pair, the member with the higher rank calls the other.
@@ -166,7 +167,7 @@ class World:
             return channel
         assert self._links is not None
         name, end = ",".join(map(str, members)), time.monotonic() + seconds
-        sockets = {r: self._dial(r, name, end, notice) for r in members if r < self.rank}
+        sockets = {r: self._dial(r, name, end) for r in members if r < self.rank}
         waiting = [r for r in members if r > self.rank]
         while waiting:
             found = self._links.wait(name, waiting[0], _LOOK)
@@ -179,9 +180,7 @@ class World:
         channel = self._channels[members] = Channel(self.rank, sockets, self.check)
         return channel
 
-    def _dial(
-        self, rank: int, channel: str, end: float | None = None, notice: Notice | None = None
-    ) -> socket.socket:
+    def _dial(self, rank: int, channel: str, end: float | None = None) -> socket.socket:
         """Connect to another worker; waits for it to come to its collectives."""
         assert self._links is not None
         assert self._connection is not None
@@ -189,9 +188,13 @@ class World:
         host = split_address(self._connection.place.tasks[rank].address)[0]
         while True:
             self.check()
-            port = compat.look_up(f"phalanx/links/{rank}", max(0.01, min(1.0, end - time.monotonic())))
-            if port is not None:
-                return self._links.dial((host, int(port)), channel, max(0.1, end - time.monotonic()))
+            left = max(0.1, end - time.monotonic())
+            found = compat.look_up(f"phalanx/links/{rank}", min(1.0, left))
+            if found is not None:
+                _, port, local = json.loads(found)
+                is_here = self._hosts[rank] == self._hosts[self.rank]
+                address = Address(host, port, local if is_here and self._links.address.local else "")
+                return self._links.dial(address, channel, left)
             if time.monotonic() > end:
                 raise LateError([rank])
 
