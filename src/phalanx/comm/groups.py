@@ -269,15 +269,56 @@ def get_group_size(group: Group | str | None = None) -> int:
     return len(find(group))
 
 
-def get_local_rank(group: Group | str | None = None) -> int:
-    """The place of this process among the members on its machine; -1 if it is no member."""
+def get_local_rank(group: Group | str | None = None) -> Any:
+    """The place of this process among the members on its machine; -1 if it is no member.
+
+    Inside `Strategy.run` it is the replica's, which is an array where code is compiled.
+    """
+    inside = replica()
+    if inside is not None:
+        import jax.numpy as jnp
+
+        machines, members = _machines(inside), find(group).ranks
+        table = [
+            sum(machines[m] == machines[r] for m in members[: members.index(r)]) if r in members else -1
+            for r in range(len(machines))
+        ]
+        rank = own_rank()
+        if rank is not None:
+            return table[rank]
+        return jnp.asarray(table)[inside.replica_id_in_sync_group]
     here = world().local_ranks(find(group).ranks)
     return here.index(world().rank) if world().rank in here else -1
 
 
 def get_local_rank_size(group: Group | str | None = None) -> int:
-    """How many members of a group are on this machine."""
+    """How many members of a group are on this machine.
+
+    Inside `Strategy.run`, if all machines have as many.
+    """
+    inside = replica()
+    if inside is not None:
+        machines, members = _machines(inside), find(group).ranks
+        rank = own_rank()
+        counts = {sum(machines[m] == machine for m in members) for machine in machines}
+        if rank is not None:
+            return sum(machines[m] == machines[rank] for m in members)
+        if len(counts) == 1:
+            return counts.pop()
+        raise InvalidValueError(
+            "The machines have different numbers of members, but compiled code has one number for all "
+            f"replicas. Received: {members} on the machines {machines}"
+        )
     return len(world().local_ranks(find(group).ranks))
+
+
+def _machines(inside: ReplicaContext) -> list[str]:
+    """The machine of each replica."""
+    count = inside.num_replicas_in_sync
+    if inside.strategy.extended._span is None:
+        return [""] * count
+    hosts = world().hosts
+    return [hosts[r * len(hosts) // count] for r in range(count)]
 
 
 def get_world_rank_from_group_rank(group: Group | str | None, group_rank_id: int) -> int:

@@ -265,23 +265,23 @@ class Exchange:
     ) -> None:
         self.context = context
         self._group, self._same, self._to = group, same, to
-        self._labels = list(range(len(to))) if labels is None else labels
+        self._labels = [0] * len(to) if labels is None else labels
         self._me = group.ranks.index(rank_of(context))
         self._given: list[Any] = []
-        self._came: list[tuple[int, int]] = []
+        self._came: list[tuple[int, int, int]] = []  # places, their numbers for it, labels
 
     def launch(self, xs: Sequence[Any], finish: Callable[[list[Any]], Any]) -> Pending:
         """Begin; the result is what `finish` makes of the arrays that come, by member."""
         me, device = self._me, self.context.device
-        value = list(zip(self._labels, self._to, xs, strict=True))
+        value = list(zip(range(len(xs)), self._labels, self._to, xs, strict=True))
 
         def take(meeting: Meeting) -> Any:
             came: list[Any] = []
             self._came = []
             for place, rank in enumerate(self._group.ranks):
-                for label, to, x in meeting.brought[rank].value:
+                for number, label, to, x in meeting.brought[rank].value:
                     if me in to:
-                        self._came.append((place, label))
+                        self._came.append((place, number, label))
                         came.append(_delivered(x, device))
             return finish(came)
 
@@ -298,12 +298,12 @@ class Exchange:
             self.context,
             self._group,
             f"the gradient of {self._same}",
-            [(place,) for place, _ in self._came],
-            [label for _, label in self._came],
+            [(place,) for place, _, _ in self._came],
+            [number for _, number, _ in self._came],
         )
         came = differentiably(back, cotangents)
         totals = [jnp.zeros(shape, dtype) for shape, dtype in self._given]
-        for (_, label), x in zip(back._came, came, strict=True):
+        for (_, _, label), x in zip(back._came, came, strict=True):
             totals[label] = totals[label] + x
         return totals
 

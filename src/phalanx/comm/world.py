@@ -117,6 +117,11 @@ class World:
             return self.fail("died", f"{lost} closed its connection in the middle of {at}.")
         return cause or error
 
+    @property
+    def hosts(self) -> list[str]:
+        """The machine of each worker."""
+        return list(self._hosts)
+
     def local_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Those of the ranks that are on this machine."""
         return [r for r in ranks if self._hosts[r] == self._hosts[self.rank]]
