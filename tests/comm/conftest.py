@@ -8,6 +8,8 @@ import pytest
 
 import phalanx as px
 
+collect_ignore = ["record_torch.py"]  # a program, which needs torch
+
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[px.testing.MultiProcess]:

@@ -19,7 +19,8 @@ from phalanx.comm.operations import GroupLike
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 
 
-def _packed(value: Any) -> np.ndarray[Any, Any]:
+def packed(value: Any) -> np.ndarray[Any, Any]:
+    """An object as bytes."""
     try:
         data = pickle.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -27,11 +28,13 @@ def _packed(value: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, np.uint8)
 
 
-def _unpacked(data: Any) -> Any:
+def unpacked(data: Any) -> Any:
+    """The object of some bytes."""
     return pickle.loads(np.asarray(data).tobytes())
 
 
-def _check_place(name: str) -> None:
+def check_place(name: str) -> None:
+    """Require that code is not compiled."""
     inside = groups.replica()
     if inside is not None and inside.compiled:
         raise ContextError(
@@ -48,31 +51,31 @@ def all_gather_object(obj: Any, group: GroupLike = None) -> list[Any] | None:
         >>> px.comm.all_gather_object({"loss": 0.5})
         [{'loss': 0.5}]
     """
-    _check_place("all_gather_object")
-    parts, _ = functional.all_gather(_packed(obj), group)
-    return None if parts is None else [_unpacked(p) for p in parts]
+    check_place("all_gather_object")
+    parts, _ = functional.all_gather(packed(obj), group)
+    return None if parts is None else [unpacked(p) for p in parts]
 
 
 def gather_object(obj: Any, dst: int = 0, group: GroupLike = None) -> list[Any] | None:
     """A list of the objects of all ranks on rank `dst`, None elsewhere."""
-    _check_place("gather_object")
-    parts, _ = functional.gather(_packed(obj), dst, group)
-    return None if parts is None else [_unpacked(p) for p in parts]
+    check_place("gather_object")
+    parts, _ = functional.gather(packed(obj), dst, group)
+    return None if parts is None else [unpacked(p) for p in parts]
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: GroupLike = None) -> None:
     """Replace the items of every rank's list by those of rank `src`; the lengths must be the same."""
-    _check_place("broadcast_object_list")
+    check_place("broadcast_object_list")
     if not isinstance(object_list, list):
         raise InvalidTypeError(f"object_list must be a list. Received: {object_list!r}")
     found = groups.find(group)
     groups.check_rank(src, "src", found)
     is_source = groups.own_rank() == src
-    copies = [_packed(object_list)] * len(found) if is_source else None
+    copies = [packed(object_list)] * len(found) if is_source else None
     part, _ = functional.scatter(copies, src, group)
     if part is None:
         return
-    items = _unpacked(part)
+    items = unpacked(part)
     if len(items) != len(object_list):
         raise InvalidValueError(
             f"The list must have {len(items)} items, as that of rank {src}. "
@@ -83,15 +86,15 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: GroupLike
 
 def scatter_object_list(objects: Sequence[Any] | None, src: int = 0, group: GroupLike = None) -> Any:
     """Give each rank its object of the list that rank `src` has; the others give None."""
-    _check_place("scatter_object_list")
+    check_place("scatter_object_list")
     found = groups.find(group)
     groups.check_rank(src, "src", found)
-    packed = None
+    blocks = None
     if groups.own_rank() == src:
         if not isinstance(objects, Sequence) or len(objects) != len(found):
             raise InvalidValueError(
                 f"Rank {src} must give a list of {len(found)} objects. Received: {objects!r}"
             )
-        packed = [_packed(o) for o in objects]
-    part, _ = functional.scatter(packed, src, group)
-    return None if part is None else _unpacked(part)
+        blocks = [packed(o) for o in objects]
+    part, _ = functional.scatter(blocks, src, group)
+    return None if part is None else unpacked(part)

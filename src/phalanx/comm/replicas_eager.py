@@ -16,6 +16,7 @@ import numpy as np
 
 from phalanx.collectives import programs
 from phalanx.collectives.packing import Packing
+from phalanx.comm.arithmetic import reduce_into
 from phalanx.comm.between_replicas import parts_of
 from phalanx.comm.calls import Outcome, kind, like, snapshot
 from phalanx.comm.groups import Group
@@ -227,7 +228,9 @@ class _FillingHandle(Handle):
         """See `Handle.result`."""
         if not self._future.done():
             try:
-                self._fill(self._handle.result(timeout))
+                result = self._handle.result(timeout)
+                if result is not None:
+                    self._fill(result)
             except Exception as error:  # noqa: BLE001 - the future has it
                 self._future.set_exception(error)
             else:
@@ -362,10 +365,16 @@ def _delivered(x: Any, device: Any) -> Any:
 
 
 def _combined(op: Reduction, xs: Sequence[Any], own: Any) -> Any:
+    if len(xs) > 1 and isinstance(own, np.ndarray):
+        out = np.empty_like(own, shape=xs[0].shape)
+        reduce_into(op, [np.asarray(x) for x in xs], out)
+        return out
     return like(own, combine(op, jnp.stack([jnp.asarray(x) for x in xs])))
 
 
 def _listed(xs: Sequence[Any], own: Any, whole: bool) -> Any:
     if not whole:
         return [like(own, x) for x in xs]
+    if isinstance(own, np.ndarray):
+        return np.concatenate([np.asarray(x) for x in xs])
     return like(own, jnp.concatenate([jnp.asarray(x) for x in xs]))
