@@ -24,10 +24,17 @@ def outcome(call: Any) -> tuple[str, str]:
 def different(what: str) -> tuple[str, str]:
     px.comm.init()
     c, rank = px.comm, px.comm.get_rank()
-    c.all_reduce(np.float32([1]))
-    if what == "operation":
-        x = np.zeros(2)
-        return outcome(lambda: c.all_reduce(x) if rank else c.broadcast(x))
+    x = np.zeros(2)
+    first, second = lambda: c.all_reduce(x), lambda: c.broadcast(x)
+    named = [c.create_group("a", [0, 1]), c.create_group("b", [1, 0])]
+    for call in (first, second, first, second):  # all of these are known
+        call()
+    if what == "order":
+        return outcome(lambda: [call() for call in ((first, second) if rank else (second, first))])
+    if what == "dtype":
+        return outcome(lambda: c.all_reduce(x.astype(np.int64) if rank else x))
+    if what == "group":
+        return outcome(lambda: c.all_reduce(x, group=named[rank]))
     if what == "splits":
         return outcome(lambda: c.all_to_all_single(np.zeros(4), [1 + rank, 3 - rank], [2, 2]))
     if rank == 0:
@@ -36,37 +43,60 @@ def different(what: str) -> tuple[str, str]:
     return outcome(lambda: c.recv(np.zeros(2), 0))
 
 
-@pytest.mark.parametrize("what", ["operation", "splits", "message"])
+SHOWN = {
+    "order": ["broadcast", "all_reduce"],
+    "dtype": ["int64[2]", "float64[2]"],
+    "group": ["'a' of the ranks [0, 1]", "'b' of the ranks [1, 0]"],
+    "splits": ["[1, 3]", "[2, 2]"],
+    "message": ["rank 1", "rank 0"],
+}
+
+
+@pytest.mark.parametrize("what", SHOWN)
 def test_a_mismatch_is_one_error_on_all_ranks(what: str) -> None:
     with px.testing.MultiProcess(workers=2) as cluster:
         found = cluster.run(different, what)
     assert [kind for kind, _ in found] == ["CollectiveMismatchError"] * 2
     for _, text in found:
         assert "test_faults.py" in text
-    shown = {"operation": ["broadcast", "all_reduce"], "splits": ["[1, 3]", "[2, 2]"]}
-    for word in shown.get(what, ["rank 1", "rank 0"]):
+    for word in SHOWN[what]:
         assert word in found[0][1]
 
 
-def die_inside() -> tuple[str, str, float]:
+LARGE = np.zeros(3 << 20, np.float32)
+OPERATIONS: dict[str, Any] = {
+    "all_reduce": lambda c, later: c.all_reduce(LARGE, async_op=later),
+    "broadcast": lambda c, later: c.broadcast(LARGE, 1, async_op=later),
+    "all_gather": lambda c, later: c.all_gather(LARGE, async_op=later),
+    "gather": lambda c, later: c.gather(LARGE, 1, async_op=later),
+    "scatter_tensor": lambda c, later: c.scatter_tensor(LARGE, 1, async_op=later),
+    "reduce_scatter_tensor": lambda c, later: c.reduce_scatter_tensor(LARGE, async_op=later),
+    "all_to_all_single": lambda c, later: c.all_to_all_single(LARGE, async_op=later),
+    "recv": lambda c, later: c.irecv(LARGE, 1) if later else c.recv(LARGE, 1 if c.get_rank() else 2),
+}
+
+
+def die_inside(name: str) -> tuple[str, str, float]:
     px.comm.init()
     c, rank = px.comm, px.comm.get_rank()
     c.all_reduce(np.float32([1]))
     if rank == 1:
-        c.all_reduce(np.zeros(1 << 20), async_op=True)
+        if name != "recv":
+            OPERATIONS[name](c, True)
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
 
     def go_on() -> None:
         for _ in range(3):
-            c.all_reduce(np.zeros(1 << 20))
+            OPERATIONS[name](c, False)
 
     return *outcome(go_on), time.monotonic() - begin
 
 
-def test_a_rank_that_dies_inside_of_an_operation() -> None:
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_that_dies_inside_of_an_operation(name: str) -> None:
     with px.testing.MultiProcess(workers=3) as cluster:
-        outcomes = cluster.start(die_inside).results(timeout=60)
+        outcomes = cluster.start(die_inside, name).results(timeout=60)
     for i in (0, 2):
         kind, text, seconds = outcomes[i].value
         assert kind == "WorkerLostError"
@@ -92,17 +122,22 @@ def never_come(how: str) -> tuple[str, str, float]:
     call = {
         "barrier": lambda: c.barrier(timeout=1.0),
         "recv": lambda: c.recv(np.float32([1]), 2) if rank == 0 else c.barrier(c.new_group([0, 1])),
+        "other group": lambda: c.all_reduce(
+            np.float32([1]), group=c.new_group([0, 2] if rank == 0 else [0, 1])
+        ),
     }[how]
     return *outcome(call), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("how", ["barrier", "recv"])
+@pytest.mark.parametrize("how", ["barrier", "recv", "other group"])
 def test_a_rank_that_never_comes_is_named(how: str) -> None:
     with px.testing.MultiProcess(workers=3, env={"PHALANX_DEADLINE": "2"}) as cluster:
         found = cluster.run(never_come, how)
     assert [kind for kind, _, _ in found] == ["DeadlineExceededError"] * 3
+    # Ranks of two groups that wait for each other are late alike.
+    late = "waited for rank" if how == "other group" else "rank 2 (worker 2)"
     for _, text, seconds in found:
-        assert "rank 2 (worker 2)" in text
+        assert late in text
         assert "test_faults.py" in text
         assert seconds < 15
 
