@@ -39,6 +39,8 @@ bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the o
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/data.py
+	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/multiworker.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,10 +8,12 @@ import pytest
 
 import phalanx as px
 
-SHAPES = {"2x1": (2, 1), "2x2": (2, 2), "3x1": (3, 1)}
+SHAPES = {"2x1": (2, 1), "2x2": (2, 2), "3x1": (3, 1), "3x2": (3, 2)}
+SLOW = [pytest.param("3x2", marks=pytest.mark.soak)]
+QUICK = [shape for shape in SHAPES if shape != "3x2"]
 
 
-@pytest.fixture(scope="session", params=SHAPES, ids=str)
+@pytest.fixture(scope="session", params=[*QUICK, *SLOW], ids=str)
 def cluster(request: pytest.FixtureRequest) -> Iterator[px.testing.MultiProcess]:
     """Workers times devices."""
     workers, devices = SHAPES[request.param]
