@@ -200,3 +200,36 @@ def test_variables_are_written_by_replicas(executor: str) -> None:
     run = lambda: strategy.run(step)  # noqa: E731
     (px.function(run) if executor == "compiled" else run)()
     np.testing.assert_array_equal(np.asarray(v.read_value()), [4.0, 4.0])
+
+
+def test_what_exchanges_give_differs_between_replicas() -> None:
+    strategy = px.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
+    ends = c.Group("ends", (0, 2))
+    rows = jnp.arange(3.0)
+    for call in (
+        lambda: c.all_to_all_single(rows)[0],
+        lambda: c.reduce_scatter_tensor(rows)[0] + jnp.zeros(3),
+        lambda: c.all_reduce(rows, "sum", ends)[0],
+        lambda: (c.isend(rows, [1, None, None]), c.recv(rows * 2, [None, 0, None]))[1],
+    ):
+        with strategy.scope():
+            mirrored = px.Variable(jnp.zeros(3))
+
+        def step(call: Any = call, variable: Any = mirrored) -> None:
+            out = call()
+            variable.assign(rows if out is None else out)
+
+        with pytest.raises(px.errors.DivergenceError):
+            px.function(lambda step=step: strategy.run(step))()
+
+
+def test_groups_do_not_communicate_in_branches_that_not_all_take() -> None:
+    strategy = px.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
+    ends = c.Group("ends", (0, 2))
+
+    def step() -> jax.Array:
+        x = jnp.ones(2)
+        return jax.lax.cond(c.get_rank() != 1, lambda: c.all_reduce(x, "sum", ends)[0], lambda: x)
+
+    with pytest.raises(ValueError, match="communicates inside lax"):
+        px.function(lambda: strategy.run(step))()

@@ -80,8 +80,10 @@ def _equation(eqn: Any, given: list[bool], found: list[str]) -> list[bool]:
         return [False]
     if name == "axis_index":
         return [True]
-    if name in _AGREEING and _over_replicas(eqn.params):
-        return [False] * count
+    if name in _COLLECTIVES and _over_replicas(eqn.params):
+        # Exchanges, and those of some replicas alone, give what differs even of what agrees.
+        agrees = name in _AGREEING and eqn.params.get("axis_index_groups") is None
+        return [not agrees] * count
     subs = compat.sub_jaxprs(eqn)
     if name in _CALLS and len(subs) >= 1 and len(subs[0].invars) == len(given):
         return _walk(subs[0], given, found)
@@ -134,4 +136,4 @@ def _communicates(jaxpr: Any) -> bool:
 def _over_replicas(params: dict[str, Any]) -> bool:
     axes = params.get("axes", params.get("axis_name", ()))
     names = axes if isinstance(axes, tuple | list) else (axes,)
-    return REPLICA_AXIS in names and params.get("axis_index_groups") is None
+    return REPLICA_AXIS in names
