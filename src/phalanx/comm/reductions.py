@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,7 @@ def check_dtype(op: Reduction, dtype: Any) -> None:
         )
 
 
+@functools.cache
 def kind_of(dtype: Any) -> str:
     """Whether a dtype is bool, integer, floating or complex; '' for anything else."""
     dtype = jnp.dtype(dtype)
