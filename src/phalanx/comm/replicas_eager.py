@@ -334,8 +334,9 @@ class _Sum:
 
     def _sums(self, rows: list[list[Any]]) -> list[list[jax.Array]]:
         """For each array its sum on the device of each member: one program on their devices."""
-        devices = self.context.strategy.extended._devices  # type: ignore[attr-defined]
-        mine = tuple(devices[r] for r in self._group.ranks)
+        extended = self.context.strategy.extended
+        here = extended._devices  # type: ignore[attr-defined]
+        mine = tuple(here[r - extended._first_replica] for r in self._group.ranks)
         op = reduction.ReduceOp.SUM if self._op is ReduceOp.SUM else reduction.ReduceOp.MEAN
         columns = [list(column) for column in zip(*rows, strict=True)]
         return [list(m.values) for m in programs.all_reduce(op, columns, mine, Packing())]
