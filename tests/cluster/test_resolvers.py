@@ -384,6 +384,27 @@ def test_a_wrong_key_is_named_and_shown_right(tf_config, change, key, received):
     assert resolver.master()
 
 
+@pytest.mark.parametrize(
+    ("config", "key", "written"),
+    [
+        ({"clusters": CONFIG["cluster"], "task": CONFIG["task"]}, "cluster", "clusters"),
+        ({"Cluster": CONFIG["cluster"]}, "cluster", "Cluster"),
+        ({"cluster": CONFIG["cluster"], "tasks": CONFIG["task"]}, "task", "tasks"),
+        ({"cluster": CONFIG["cluster"], "task": {"type": "ps", "idx": 0}}, "task.index", "idx"),
+        ({"cluster": CONFIG["cluster"], "task": {"job": "ps", "index": 0}}, "task.type", "job"),
+    ],
+)
+def test_a_key_that_is_spelt_otherwise_is_not_overlooked(tf_config, config, key, written):
+    """A program would run alone, as if there were no other workers."""
+    tf_config(config)
+    resolver = TFConfigClusterResolver()
+    with pytest.raises(ValueError, match="is missing") as caught:
+        _ = (resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+    assert str(caught.value).startswith(
+        f"The key {key!r} of TF_CONFIG is missing, and {written!r} is not known. Write for example "
+    )
+
+
 def test_a_wrong_key_does_not_hide_the_right_ones(tf_config):
     tf_config({**CONFIG, "task": None})
     assert TFConfigClusterResolver().cluster_spec() == CLUSTER

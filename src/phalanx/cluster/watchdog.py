@@ -25,6 +25,8 @@ EXIT_CODE = 70
 """How a process ends that hangs in native code after its job has failed."""
 
 _PERIOD = 0.5
+_IDLE_GRACE = 4.0  # seconds
+_IDLE_SHARE = 0.1  # of one core
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,14 @@ class Sight:
         device_waits_since: since when the newest program between workers has not finished.
         failed_since: since when the job has a failure.
         told: whether the program has been told of the failure by an exception.
+        is_idle: whether the process has hardly computed since the failure.
     """
 
     waits_since: float | None = None
     device_waits_since: float | None = None
     failed_since: float | None = None
     told: bool = False
+    is_idle: bool = False
 
 
 class Watch:
@@ -51,7 +55,8 @@ class Watch:
         warn_after: seconds of waiting after which the table is shown.
         every: seconds after which it is shown again.
         deadline: seconds of waiting after which the job gives up.
-        grace: seconds for native code to come back after the job has failed.
+        grace: seconds for native code to come back after the job has failed. Code that does not
+            compute has less: it waits for what will not come.
 
     >>> watch = Watch(warn_after=5.0, every=30.0, deadline=600.0, grace=15.0)
     >>> watch.look(Sight(waits_since=0.0), now=4.0), watch.look(Sight(waits_since=0.0), now=5.0)
@@ -73,7 +78,8 @@ class Watch:
         starts = [t for t in (sight.waits_since, sight.device_waits_since) if t is not None]
         if sight.failed_since is not None:
             hangs = sight.waits_since is not None or (bool(starts) and not sight.told)
-            return "end" if hangs and now - sight.failed_since >= self.grace else None
+            grace = min(self.grace, _IDLE_GRACE) if sight.is_idle else self.grace
+            return "end" if hangs and now - sight.failed_since >= grace else None
         if not starts:
             self._shown = self._asked = self._tried = None
             return None
@@ -126,6 +132,7 @@ class Watchdog:
         self._file, self._end = file, end
         self._pending: tuple[int, float] | None = None
         self._failed_since: float | None = None
+        self._computed = 0.0
         self._stopped = threading.Event()
         self._period = min(_PERIOD, max(0.02, min(warn_after, grace, seconds) / 4))
         self._thread = threading.Thread(target=self._run, name="phalanx-watchdog", daemon=True)
@@ -157,14 +164,20 @@ class Watchdog:
     def _sight(self, now: float) -> Sight:
         member = self._member
         if member.failure is not None and self._failed_since is None:
-            self._failed_since = now
+            self._failed_since, self._computed = now, time.process_time()
         wait = member.wait
         return Sight(
             waits_since=None if wait is None else wait.since,
             device_waits_since=self._device_waits_since(now),
             failed_since=self._failed_since,
             told=member.told,
+            is_idle=self._is_idle(now),
         )
+
+    def _is_idle(self, now: float) -> bool:
+        if self._failed_since is None:
+            return False
+        return time.process_time() - self._computed < _IDLE_SHARE * (now - self._failed_since)
 
     def _device_waits_since(self, now: float) -> float | None:
         pending = self._member.status.pending

@@ -382,6 +382,21 @@ def test_stacks_of_all_for_an_observer():
     assert answer["stacks"] == {"worker 0": "main", "worker 1": "It did not answer in time."}
 
 
+def test_the_deadline_names_the_one_that_is_silent():
+    """Others may look late too: the newest that was heard of them is some programs old."""
+    job = Job(3)
+    for rank, sequence in ((0, 9), (1, 8), (2, 8)):
+        job.say(rank, {"type": "status", "sequence": sequence, "site": "train.py:3"})
+    job.now = 10.0
+    for rank in (0, 1):
+        job.say(rank, {"type": "status", "sequence": 9 - rank, "site": "train.py:3"})
+    job.say(0, {"type": "deadline", "site": "train.py:3", "seconds": 5})
+    job.now += STACK_PATIENCE
+    job.take(job.board.tick(job.now))
+    assert "Late: worker 2 (pid 102 on h2), " in job.failures(0)[0]
+    assert "worker 1" not in job.failures(0)[0].splitlines()[0]
+
+
 def test_a_deadline_ends_the_job_with_the_stack_of_the_late_one():
     job = Job(3)
     job.now = 1.0

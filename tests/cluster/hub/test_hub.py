@@ -531,6 +531,8 @@ def test_when_the_watchdog_acts():
     failed = {"failed_since": 200.0}
     assert watch.look(Sight(waits_since=1.0, **failed), 209) is None
     assert watch.look(Sight(waits_since=1.0, **failed), 210) == "end"
+    assert watch.look(Sight(waits_since=1.0, is_idle=True, **failed), 203) is None
+    assert watch.look(Sight(waits_since=1.0, is_idle=True, **failed), 204) == "end", "it only waits"
     assert watch.look(Sight(device_waits_since=1.0, **failed), 210) == "end"
     assert watch.look(Sight(device_waits_since=1.0, told=True, **failed), 210) is None
     assert watch.look(Sight(**failed), 999) is None

@@ -7,8 +7,10 @@ import os
 import random
 import socket
 import stat
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +116,26 @@ def test_the_place_of_a_private_socket(monkeypatch, tmp_path):
     place = PrivateSocket()
     assert len(place.path) < 100
     place.remove()
+
+
+@pytest.fixture
+def short_path():
+    """A folder with a short name, as sockets need it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_the_places_of_killed_processes_are_removed(monkeypatch, short_path):
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    mine = PrivateSocket()
+    dead = PrivateSocket()
+    os.close(dead._lock)  # what the end of its process does
+    other = PrivateSocket()
+    assert sorted(map(str, short_path.iterdir())) == sorted([mine.folder, other.folder])
+    assert os.path.exists(os.path.join(mine.folder, "lock"))
+    mine.remove()
+    other.remove()
+    assert list(short_path.iterdir()) == []
 
 
 # -- with JAX's service -----------------------------------------------------------------------------

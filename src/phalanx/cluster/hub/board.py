@@ -282,7 +282,7 @@ class Board:
         seat.status = {
             "phase": str(message.get("phase", "")),
             "step": message.get("step"),
-            "site": str(message.get("site", "")),
+            "site": str(message.get("site") or seat.status.get("site", "")),
             "seconds": float(message.get("seconds", 0.0)),
         }
         self._progress.reach(seat, int(message.get("sequence", 0)), now)
@@ -295,7 +295,7 @@ class Board:
         posts, _ = self._exchanges.setdefault(str(message["name"]), ({}, now))
         posts[seat.rank] = message.get("value")
         if message.get("last") is not None:
-            seat.last = int(message["last"])
+            seat.last = max(int(message["last"]), seat.sequence)
         return self._settle(now)
 
     def _sign(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
@@ -335,6 +335,7 @@ class Board:
         if self._failure is not None or any(r.deadline for r in self._requests.values()):
             return []
         late = [s for s in self._joined() if self._behind(s, now) > 0]
+        late = [s for s in late if s.silence(now)] or late  # who is frozen keeps up the others
         late = late or [s for s in self._joined() if s is not seat]
         final = {**message, "waiting": str(seat.task), "late": [s.rank for s in late]}
         return self._request_stacks(_request(None, None, late, now + STACK_PATIENCE, final), now)

@@ -34,6 +34,11 @@ class Seat:
         """Whether the task was there and will not come back."""
         return self.state in ("left", "dead")
 
+    def silence(self, now: float) -> float:
+        """For how many seconds nothing was heard of it; 0 unless that is strange."""
+        seconds = now - self.heard if self.state == "joined" else 0.0
+        return seconds if seconds > _QUIET else 0.0
+
     def __str__(self) -> str:
         host, pid = self.info.get("host"), self.info.get("pid")
         return f"{self.task} (pid {pid} on {host})" if host else str(self.task)
@@ -82,7 +87,7 @@ class Progress:
             "sequence": seat.sequence,
             "site": seat.status.get("site", ""),
             "seconds": round(seat.status.get("seconds", 0.0) + silence, 3),
-            "quiet": round(silence, 3) if silence > _QUIET else 0.0,
+            "quiet": round(seat.silence(now), 3),
             "behind": round(self.behind(seat, awaited_since, now), 3),
         }
 

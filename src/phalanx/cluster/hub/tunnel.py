@@ -9,6 +9,7 @@ worker's end just falls silent, and the program can raise an error instead of be
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
 import shutil
@@ -17,6 +18,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from phalanx.cluster.hub.dialling import dial
 from phalanx.cluster.hub.frames import ProtocolError, encode
@@ -27,26 +29,48 @@ __all__ = ["REQUEST", "PrivateSocket", "Pump", "Tunnel"]
 REQUEST = {"type": "tunnel"}
 """What a peer asks for and a hub answers; then the connection is JAX's."""
 
+_PREFIX = "phalanx-socket-"
 _CHUNK = 64 * 1024
 _LARGEST_BUFFER = 1024 * 1024
 _LONGEST_PATH = 90  # bytes; systems allow about a hundred
 _PATIENCE = 10.0  # seconds for the hub to open its end
+_PAUSE = 0.1  # seconds after a connection that could not be accepted
 
 
 class PrivateSocket:
-    """A path for a Unix socket in a new folder that only this user can enter."""
+    """A path for a Unix socket in a new folder that only this user can enter.
+
+    A file in it is locked as long as this process lives. What others have left behind when they were
+    killed is removed.
+    """
 
     def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="phalanx-")
-        if len(self.folder) > _LONGEST_PATH - 10:
-            os.rmdir(self.folder)
-            self.folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")
+        place = tempfile.gettempdir()
+        place = place if len(place) < _LONGEST_PATH - 30 else "/tmp"
+        _remove_left_behind(place)
+        self.folder = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
+        fresh = os.path.join(self.folder, "new")
+        self._lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.rename(fresh, os.path.join(self.folder, "lock"))  # locked before anybody sees it
         self.path = os.path.join(self.folder, "jax")
         self.address = f"unix://{self.path}"
 
     def remove(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _remove_left_behind(place: str) -> None:
+    for folder in Path(place).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or just made, or just removed
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 @dataclass
@@ -209,7 +233,7 @@ class Tunnel:
         self._stop = True
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as knock:
             knock.connect(self._place.path)
-        self._thread.join(_PATIENCE + 1.0)
+            self._thread.join(_PATIENCE + 1.0)
         self._pump.close()
         for s in (self._listener, *self._kept):
             s.close()
@@ -217,7 +241,11 @@ class Tunnel:
 
     def _accept(self) -> None:
         while True:
-            local, _ = self._listener.accept()
+            try:
+                local, _ = self._listener.accept()
+            except OSError:  # JAX has gone before it was heard, or there are too many open files
+                time.sleep(_PAUSE)
+                continue
             if self._stop:
                 local.close()
                 return

@@ -147,7 +147,27 @@ def _read_config() -> dict[str, Any]:
             f"{_VARIABLE} must be a JSON object. Write for example {_FULL_EXAMPLE}. "
             f"Received: {config!r}"
         )
+    for key in ("cluster", "task"):
+        _check_spelling(config, key)
     return config
+
+
+_MEANT = {
+    "cluster": ("clusters", "cluster_spec", "clusterspec", "cluster_def"),
+    "task": ("tasks", "task_spec"),
+    "task.type": ("task_type", "job", "job_name", "role", "name"),
+    "task.index": ("task_index", "task_id", "id", "idx", "rank"),
+}
+"""Keys that people write for others, which then are missing: nobody would notice."""
+
+
+def _check_spelling(values: dict[str, Any], key: str) -> None:
+    name = key.rpartition(".")[2]
+    if name in values:
+        return
+    wrong = [k for k in values if k.lower() == name or k.lower() in _MEANT[key]]
+    if wrong:
+        raise _wrong_key(key, f"is missing, and {wrong[0]!r} is not known", values)
 
 
 def _cluster(config: dict[str, Any]) -> ClusterSpec:
@@ -196,6 +216,8 @@ def _task(config: dict[str, Any]) -> dict[str, Any]:
     task = config.get("task", {})
     if not isinstance(task, dict):
         raise _wrong_key("task", "must be a JSON object", task)
+    for key in ("task.type", "task.index"):
+        _check_spelling(task, key)
     return task
 
 
