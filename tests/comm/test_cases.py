@@ -16,6 +16,7 @@ import pytest
 
 import phalanx as px
 from tests.comm import cases as cs
+from tests.comm import test_recorded as recorded
 
 TORCH = json.loads((Path(__file__).parent / "data" / "torch_cases.json").read_text())["cases"]
 
@@ -154,3 +155,29 @@ def test_two_workers(pair: px.testing.MultiProcess) -> None:
 
 def test_three_workers(trio: px.testing.MultiProcess) -> None:
     check(3, trio.run(in_workers, 3, timeout=120), cs.cases(3))
+
+
+@pytest.mark.parametrize("executor", ["eager", "compiled"])
+def test_what_both_libraries_recorded_for_all_reduce(executor: str) -> None:
+    strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+    rows = [r for r in recorded.ALL_REDUCE if "result" in r]
+    assert {r["library"].split()[0] for r in rows} == {"torch", "MindSpore"}
+    assert len(rows) > 80
+
+    def step() -> list[Any]:
+        rank, results = px.comm.get_rank(), []
+        for row in rows:
+            both = np.stack([recorded.given(r, row["dtype"]) for r in (0, 1)])
+            x = both[int(rank)] if executor == "eager" else jnp.asarray(both)[rank]
+            results.append(px.comm.all_reduce(x, row["op"])[0])
+        return results
+
+    with jax.enable_x64(True):
+        run = lambda: strategy.run(step)  # noqa: E731
+        outputs = (px.function(run) if executor == "compiled" else run)()
+        for local in strategy.experimental_local_results(outputs):
+            for row, out in zip(rows, local, strict=True):
+                assert np.dtype(out.dtype) == cs.dtype_of(row["dtype"])
+                mine = np.asarray(out)
+                plain = mine if mine.dtype.kind in "bc" else mine.astype(np.float64)
+                assert plain.tolist() == row["result"], row

@@ -30,7 +30,9 @@ def isend(tensor: Any, dst: int, group: GroupLike = None, tag: int = 0) -> Handl
 
     Args:
         tensor: the array; it may be changed afterwards.
-        dst: the receiver, as a rank in the world.
+        dst: the receiver, as a rank in the world. Where replicas are compiled all of them send, so it
+            is computed from `get_rank`, or a list with a rank or None for each rank of the group. Such
+            lists do in replicas that run eagerly as well.
         group: a group that both are members of; messages of different groups do not meet.
         tag: messages with different tags do not meet.
     """
@@ -70,7 +72,8 @@ def irecv(tensor: Any, src: int | None = None, group: GroupLike = None, tag: int
 
     Args:
         tensor: anything with the shape and dtype of what will come; it is left as it is.
-        src: the sender, as a rank in the world; None takes the first message from any.
+        src: the sender, as a rank in the world; None takes the first message from any. In replicas as
+            `dst` of `isend`; one for which the list has None gets `tensor` back.
         group: as the sender gave it.
         tag: as the sender gave it.
     """
