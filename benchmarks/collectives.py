@@ -207,8 +207,8 @@ def overlap_text(parts: list[dict[str, list[float]]]) -> str:
     needed = 1000 * sum(p["transfer"][1] + p["computation"][1] for p in parts)
     longest = 1000 * max(max(p["transfer"][0], p["computation"][0]) for p in parts)
     return f"""`all_reduce_` of {size(OVERLAP_BYTES)} with `async_op` between {len(parts)} processes,
-then a chain of jitted matrix products of about the same length, or a pause of that length (which stands for
-an accelerator that computes), then `wait`. Medians of the times of each rank. The budget is
+then a chain of jitted matrix products of about the same length, or a pause of that length (which stands
+for an accelerator that computes), then `wait`. Medians of the times of each rank. The budget is
 {OVERLAP_BUDGET} times the longer of both.
 
 {markdown_table(lines)}

@@ -12,7 +12,6 @@ import numpy as np
 
 from phalanx.comm import groups
 from phalanx.comm import ragged as rg
-from phalanx.comm.between_replicas import joined
 from phalanx.comm.calls import Call, Movement, Outcome, begin, kind
 from phalanx.comm.reductions import Reduction, name_of
 
@@ -102,7 +101,7 @@ class Workers:
         if call is None:
             return None, None
         mine, out = self._own(x), self._out
-        return call.perform(kind(x), lambda movement: joined(movement.gather_rows(mine, None, out)))
+        return call.perform(kind(x), lambda movement: movement.gather_rows(mine, None, out))
 
     def gather_into_tensor(self, x: Any, place: int) -> Outcome:
         """The arrays of all joined at one place, and zeros elsewhere."""
@@ -113,7 +112,7 @@ class Workers:
 
         def work(movement: Movement) -> Any:
             rows = movement.gather_rows(mine, place)
-            return _zeros(x, call) if rows is None else joined(rows)
+            return _zeros(x, call) if rows is None else rows
 
         return call.perform(f"to {call.group.ranks[place]}, {kind(x)}", work)
 
@@ -138,7 +137,7 @@ class Workers:
         mine, out = self._own(x), self._out
         return call.perform(
             f"from {call.group.ranks[place]}, {kind(x)}",
-            lambda movement: movement.scatter_rows(_rows(mine, len(call.group)), place, out),
+            lambda movement: movement.scatter_rows(mine, place, out),
         )
 
     def reduce_scatter(self, xs: list[Any], op: Reduction) -> Outcome:
@@ -160,7 +159,7 @@ class Workers:
         mine, out = self._own(x), self._out
         return call.perform(
             f"{name_of(op)}, {kind(x)}",
-            lambda movement: movement.reduce_scatter(_rows(mine, len(call.group)), op, out),
+            lambda movement: movement.reduce_scatter(mine, op, out),
         )
 
     def all_to_all(self, xs: list[Any]) -> Outcome:
@@ -212,10 +211,6 @@ class Workers:
         """
         is_free = self._async and isinstance(x, np.ndarray)
         return x.copy() if is_free and x is not self._out else x
-
-
-def _rows(x: Any, count: int) -> Any:
-    return x.reshape((count, x.shape[0] // count, *x.shape[1:]))
 
 
 def _zeros(x: Any, call: Call) -> Any:

@@ -98,15 +98,15 @@ class Movement(Protocol):
         ...
 
     def gather_rows(self, x: Any, place: int | None = None, out: Any = None) -> Any:
-        """The arrays of all members, of one shape."""
+        """The arrays of all members, of one shape, joined."""
         ...
 
     def scatter(self, xs: Sequence[Any] | None, place: int, out: Any = None) -> Any:
         """This member's array of the list that one has."""
         ...
 
-    def scatter_rows(self, rows: Any, place: int, out: Any = None) -> Any:
-        """This member's row of the array that one has."""
+    def scatter_rows(self, x: Any, place: int, out: Any = None) -> Any:
+        """This member's part of the array that one has."""
         ...
 
     def exchange(self, xs: Sequence[Any], outs: Any = None) -> list[Any]:

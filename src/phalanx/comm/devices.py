@@ -44,7 +44,7 @@ class OnDevices:
     def reduce_scatter(self, xs: Any, op: Reduction, out: Any = None) -> Any:
         """See `OnHost.reduce_scatter`."""
         if not isinstance(xs, Sequence):
-            return _like(xs, self._run("reduce_scatter", xs, op))
+            return _like(xs, self._run("reduce_scatter", self._rows(xs), op))
         part = self._run("reduce_scatter", rg.padded_rows(xs), op)
         return _like(xs[0], rg.cut(part, [xs[self._me].shape])[0])
 
@@ -60,7 +60,7 @@ class OnDevices:
 
     def gather_rows(self, x: Any, place: int | None = None, out: Any = None) -> Any:
         """See `OnHost.gather_rows`."""
-        rows = self._run("gather", x)
+        rows = _joined(self._run("gather", x))
         return _like(x, rows) if place in (None, self._me) else None
 
     def scatter(self, xs: Sequence[Any] | None, place: int, out: Any = None) -> Any:
@@ -69,9 +69,9 @@ class OnDevices:
         part = rg.scatter(self._run, xs, dtype, [tuple(s) for s in shapes], self._me, place)
         return part if xs is None else _like(xs[0], part)
 
-    def scatter_rows(self, rows: Any, place: int, out: Any = None) -> Any:
+    def scatter_rows(self, x: Any, place: int, out: Any = None) -> Any:
         """See `OnHost.scatter_rows`."""
-        return _like(rows, self._run("exchange", rows)[place])
+        return _like(x, self._run("exchange", self._rows(x))[place])
 
     def exchange(self, xs: Sequence[Any], outs: Sequence[Any] | None = None) -> list[Any]:
         """See `OnHost.exchange`."""
@@ -89,9 +89,18 @@ class OnDevices:
         shapes = [[[n, *rest] for n in sent] for sent, _ in values]
         return _like(x, rg.rejoined(rg.exchange(self._run, blocks, shapes, self._me), rest))
 
+    def _rows(self, x: Any) -> Any:
+        count = len(self._group)
+        return x.reshape((count, x.shape[0] // count, *x.shape[1:]))
+
     def _run(self, kind: str, x: Any, *parameters: Any) -> Any:
         self.agree()
         return programs.run(kind, self._group.devices, x, *parameters)
+
+
+def _joined(rows: Any) -> Any:
+    """Rows joined along the first dimension."""
+    return rows.reshape((rows.shape[0] * rows.shape[1], *rows.shape[2:]))
 
 
 def _like(x: Any, result: Any) -> Any:

@@ -91,8 +91,11 @@ class OnHost:
             reduce_into(op, [rows[r] for r in self._ranks], out)
 
     def reduce_scatter(self, xs: Any, op: Reduction, out: Any = None) -> Any:
-        """The reduction over all members of the array that each has for this one."""
-        blocks = _blocks(xs)
+        """The reduction over all members of the array that each has for this one.
+
+        They have a list of arrays, or one that is cut along the first dimension.
+        """
+        blocks = _blocks(xs, len(self._ranks))
         mine = blocks[self._me]
         result = _room(mine.shape, mine.dtype, _apart(out, blocks))
         flat = [b.reshape(-1) for b in blocks]
@@ -139,7 +142,7 @@ class OnHost:
         return [_given(x, results[r], outs) for r in self._ranks]
 
     def gather_rows(self, x: Any, place: int | None = None, out: Any = None) -> Any:
-        """The arrays of all members, of one shape, as rows; None where they are not wanted."""
+        """The arrays of all members, of one shape, joined; None where they are not wanted."""
         data = _host(x)
         transfer = self._transfer()
         targets = self._others if place is None else [self._ranks[place]]
@@ -156,7 +159,8 @@ class OnHost:
             else:
                 np.copyto(rows[i], data)
         transfer.run()
-        return _given(x, rows, out)
+        joined = (len(self._ranks) * data.shape[0], *data.shape[1:])
+        return _given(x, rows.reshape(joined), out)
 
     def scatter(self, xs: Sequence[Any] | None, place: int, out: Any = None) -> Any:
         """This member's array of the list that one has, whose value is their dtype and shapes."""
@@ -175,22 +179,23 @@ class OnHost:
         return results[0]
 
     def _scatter_from_here(self, xs: Any, out: Any) -> Any:
-        transfer, blocks = self._transfer(), _blocks(xs)
+        transfer, blocks = self._transfer(), _blocks(xs, len(self._ranks))
         for rank, block in zip(self._ranks, blocks, strict=True):
             if rank in self._others:
                 transfer.send(rank, _bytes(block))
         transfer.run()
         return _given(_first(xs), _copy(blocks[self._me]), out)
 
-    def scatter_rows(self, rows: Any, place: int, out: Any = None) -> Any:
-        """This member's row of the array that one has; all have one of the same shape."""
+    def scatter_rows(self, x: Any, place: int, out: Any = None) -> Any:
+        """This member's part of the array that one has; all have one of the same shape."""
         if place == self._me:
-            return self._scatter_from_here(rows, out)
+            return self._scatter_from_here(x, out)
         transfer = self._transfer()
-        result = _room(rows.shape[1:], rows.dtype, _apart(out, [rows]))
+        shape = (x.shape[0] // len(self._ranks), *x.shape[1:])
+        result = _room(shape, x.dtype, _apart(out, [x]))
         transfer.expect(self._ranks[place], _bytes(result))
         transfer.run()
-        return _given(rows, result, out)
+        return _given(x, result, out)
 
     def exchange(self, xs: Sequence[Any], outs: Sequence[Any] | None = None) -> list[Any]:
         """Array i goes to member i; the values are the shapes of what each member sends."""
@@ -357,9 +362,11 @@ def _host(x: Any) -> Array:
     return whole
 
 
-def _blocks(xs: Any) -> list[Array]:
-    """The arrays of a list, or the rows of an array."""
-    return [_host(x) for x in xs] if isinstance(xs, Sequence) else list(_host(xs))
+def _blocks(xs: Any, count: int) -> list[Array]:
+    """The arrays of a list, or so many parts of an array."""
+    if isinstance(xs, Sequence):
+        return [_host(x) for x in xs]
+    return list(_host(xs).reshape((count, xs.shape[0] // count, *xs.shape[1:])))
 
 
 def _first(xs: Any) -> Any:
