@@ -114,7 +114,7 @@ class Child:
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
         except BrokenPipeError:
-            raise BenchmarkError(f"{self.name} is gone{self._last_words()}") from None
+            raise BenchmarkError(f"{self.name} is gone{self.last_words()}") from None
 
     def receive(self, what: str, deadline: float) -> dict[str, Any]:
         """The child's next answer, which must come within `deadline` seconds.
@@ -135,10 +135,10 @@ class Child:
                 left = give_up - time.monotonic()
                 if left <= 0 or not selector.select(left):
                     late = f"{self.name}: no answer to '{what}' within {deadline:.0f} s"
-                    raise BenchmarkError(late + self._last_words())
+                    raise BenchmarkError(late + self.last_words())
                 read = os.read(self._process.stdout.fileno(), 65536)
                 if not read:
-                    raise BenchmarkError(f"{self.name} ended during '{what}'{self._last_words()}")
+                    raise BenchmarkError(f"{self.name} ended during '{what}'{self.last_words()}")
                 self._unread += read
         line, self._unread = self._unread.split(b"\n", 1)
         return line
@@ -154,7 +154,8 @@ class Child:
         answer = self.receive(f"run {steps} steps", ROUND_DEADLINE + 2.0 * steps)
         return Round(steps, answer["seconds"], answer["loss"])
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """What the child has written to its standard error output."""
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace").strip()
         return ". It wrote:\n" + "\n".join(text.splitlines()[-20:]) if text else ", without a word"

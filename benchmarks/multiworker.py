@@ -25,8 +25,8 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +119,9 @@ class Group:
 
     def versions(self) -> str:
         """Wait until all ranks are ready; the versions of what the first one measures."""
-        self.marks = [r.receive("start", START_DEADLINE)["marks"] for r in self._ranks]
-        first, *_ = [r.versions() for r in self._ranks]
+        self.marks = [a["marks"] for a in self.receive("start", START_DEADLINE)]
+        with self._explained():
+            first, *_ = [r.versions() for r in self._ranks]
         return first
 
     def run(self, steps: int) -> Round:
@@ -129,13 +130,23 @@ class Group:
         for rank in self._ranks:
             rank.send(steps=steps)
         deadline = ROUND_DEADLINE + 2.0 * steps
-        answers = [r.receive(f"run {steps} steps", deadline) for r in self._ranks]
+        answers = self.receive(f"run {steps} steps", deadline)
         loss = statistics.fmean(a["loss"] for a in answers)
         return Round(steps, max(a["seconds"] for a in answers), loss)
 
     def receive(self, what: str, deadline: float) -> list[dict[str, Any]]:
         """The next answer of each rank."""
-        return [r.receive(what, deadline) for r in self._ranks]
+        with self._explained():
+            return [r.receive(what, deadline) for r in self._ranks]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Show what all ranks have written if one fails, because another may be the cause."""
+        try:
+            yield
+        except BenchmarkError as error:
+            words = "\n".join(f"{r.name}{r.last_words()}" for r in self._ranks)
+            raise BenchmarkError(f"{error}\n{words}") from None
 
 
 def free_ports(count: int) -> list[int]:

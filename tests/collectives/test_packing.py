@@ -5,13 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.collectives.packing import SMALL_TENSOR_BYTES, Packing, plan_packs
+from phalanx.collectives.packing import BETWEEN_WORKERS, SMALL_TENSOR_BYTES, Packing, plan_packs
 
 sizes = st.lists(st.integers(0, 4 * SMALL_TENSOR_BYTES), max_size=20)
 packings = st.one_of(
     st.just(Packing()),
     st.integers(1, 10**6).map(lambda n: Packing(bytes_per_pack=n)),
     st.integers(0, 5).map(lambda n: Packing(num_packs=n)),
+    st.just(BETWEEN_WORKERS),
 )
 
 
@@ -50,3 +51,14 @@ def test_the_number_of_packs(sizes: list[int], n: int) -> None:
 
 def test_no_packing() -> None:
     assert plan_packs([1, 1], ["f", "f"], Packing(num_packs=0)) == [[0], [1]]
+
+
+@given(st.lists(st.integers(0, 600 * 1024), max_size=40))
+def test_between_workers_packs_are_larger_but_bounded(sizes: list[int]) -> None:
+    small, limit = BETWEEN_WORKERS.small_bytes, BETWEEN_WORKERS.small_packs_bytes
+    assert limit is not None
+    packs = plan_packs(sizes, ["f"] * len(sizes), BETWEEN_WORKERS)
+    assert all(len(p) == 1 or all(sizes[i] <= small for i in p) for p in packs)
+    filled = [sum(sizes[i] for i in p) for p in packs if all(sizes[i] <= small for i in p)]
+    assert all(n <= limit for n in filled)
+    assert all(n > limit - small for n in filled[:-1])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from phalanx.execution.meetings import Meeting
 from phalanx.execution.throttle import Throttle
 
 
@@ -41,3 +45,35 @@ def test_a_program_that_fails_to_start_leaves_no_trace() -> None:
         except ValueError:
             continue
     assert throttle.in_flight == 0
+
+
+class Ledger:
+    @contextmanager
+    def meet(self, meeting: Meeting) -> Iterator[None]:
+        yield
+
+    def begun(self, token: Any) -> None:
+        pass
+
+
+def test_programs_between_workers_keep_their_order_over_threads() -> None:
+    """JAX runs programs of different threads at the same time, and gloo would mix up their messages."""
+    log: list[str] = []
+    throttle = Throttle()
+    throttle.ledger = Ledger()
+
+    def program(name: str) -> tuple[str, Any]:
+        log.append(f"start {name}")
+        return name, Token(log, name)
+
+    def dispatch(name: str, meeting: bool = True) -> None:
+        throttle.dispatch(program, name, meeting=Meeting(name, name, ()) if meeting else None)
+
+    dispatch("a")
+    dispatch("b")
+    for name, meets in (("local", False), ("c", True)):
+        thread = threading.Thread(target=dispatch, args=(name, meets))
+        thread.start()
+        thread.join(10.0)
+    dispatch("d")
+    assert log == ["start a", "start b", "start local", "wait b", "start c", "wait c", "start d"]

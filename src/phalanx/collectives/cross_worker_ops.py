@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.collectives import programs
+from phalanx.collectives import exchange, programs
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps, Pairs
+from phalanx.collectives.packing import BETWEEN_WORKERS, Packing, plan_packs
+from phalanx.core import spmd
 from phalanx.core.destinations import destination_devices
+from phalanx.core.host_memory import expect_model
 from phalanx.core.indexed_slices import IndexedSlices
-from phalanx.core.options import CommunicationOptions, as_communication_options
+from phalanx.core.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    as_communication_options,
+)
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op, divide
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import Mirrored, PerReplica, Span, place
@@ -75,9 +82,33 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         self, op: ReduceOp, pairs: Pairs, options: CommunicationOptions | None
     ) -> list[Any]:
         columns = [[as_operand(x) for x in value.values] for value, _ in pairs]
-        packing = self._packing(self._options if options is None else options)
-        reduced = programs.all_reduce(op, columns, self._devices, packing, self._span)
+        given = self._options if options is None else options
+        expect_model([column[0] for column in columns])
+        reduced = programs.all_reduce(
+            op, columns, self._devices, self._packing(given), self._span, self._total(given)
+        )
         return [self._deliver(x, d) for x, (_, d) in zip(reduced, pairs, strict=True)]
+
+    def reduce_in_program(
+        self, reduce_op: ReduceOp, values: Sequence[PerReplica], options: CommunicationOptions
+    ) -> list[jax.Array]:
+        """Reduce inside a compiled run."""
+        xs = [v.component(0) for v in values]
+        expect_model(xs)
+        packs = plan_packs([x.nbytes for x in xs], [x.dtype for x in xs], self._packing(options))
+        return spmd.all_reduce(reduce_op, xs, packs, self._total(options))
+
+    def _packing(self, options: CommunicationOptions) -> Packing:
+        if options.bytes_per_pack or self._options.bytes_per_pack:
+            return Packing(bytes_per_pack=options.bytes_per_pack or self._options.bytes_per_pack)
+        return BETWEEN_WORKERS
+
+    def _total(self, options: CommunicationOptions) -> Callable[[jax.Array], jax.Array]:
+        """How one array is summed; who asks for a ring gets one."""
+        asked = {options.implementation, self._options.implementation}
+        if asked == {CommunicationImplementation.AUTO} and exchange.is_worthwhile(self._span):
+            return exchange.total
+        return spmd.total
 
     def _reduce_slices(self, op: ReduceOp, value: PerReplica, destinations: Any) -> Any:
         rows = self._gathered(value.apply(lambda s: s.values), 0)

@@ -18,13 +18,21 @@ class Packing:
     """How tensors are grouped.
 
     Args:
-        bytes_per_pack: fill packs up to this many bytes; None packs all small tensors of a dtype
+        bytes_per_pack: fill packs up to this many bytes; None packs the small tensors of a dtype
             together and sends each large one alone.
         num_packs: if given, make this many packs of about equal size instead; 0 packs nothing.
+        small_bytes: up to this size a tensor is small.
+        small_packs_bytes: fill packs of small tensors up to this many bytes; None means one pack.
     """
 
     bytes_per_pack: int | None = None
     num_packs: int | None = None
+    small_bytes: int = SMALL_TENSOR_BYTES
+    small_packs_bytes: int | None = None
+
+
+BETWEEN_WORKERS = Packing(small_bytes=256 * 1024, small_packs_bytes=2 << 20)
+"""Between processes a message costs more than between the devices of one."""
 
 
 def plan_packs(sizes: Sequence[int], kinds: Sequence[Hashable], packing: Packing) -> list[list[int]]:
@@ -55,9 +63,10 @@ def _plan_one_kind(members: list[int], sizes: Sequence[int], packing: Packing) -
         return _fill(members, sizes, limit)
     if packing.bytes_per_pack is not None:
         return _fill(members, sizes, packing.bytes_per_pack)
-    small = [i for i in members if sizes[i] <= SMALL_TENSOR_BYTES]
-    large = [[i] for i in members if sizes[i] > SMALL_TENSOR_BYTES]
-    return ([small] if small else []) + large
+    small = [i for i in members if sizes[i] <= packing.small_bytes]
+    large = [[i] for i in members if sizes[i] > packing.small_bytes]
+    room = sum(sizes) if packing.small_packs_bytes is None else packing.small_packs_bytes
+    return _fill(small, sizes, room) + large
 
 
 def _fill(members: list[int], sizes: Sequence[int], limit: int) -> list[list[int]]:

@@ -31,15 +31,17 @@ def all_reduce(
     devices: Devices,
     packing: Packing,
     span: Span | None = None,
+    total: Callable[[jax.Array], jax.Array] = spmd.total,
 ) -> list[Mirrored]:
     """Reduce each column, which holds one array per device, onto all devices.
 
-    With a `span` the devices are those of this process, and all processes must call it.
+    With a `span` the devices are those of this process, and all processes must call it. `total` is how
+    one array is summed.
     """
     everywhere = span or devices
     inputs = [_as_global(column, devices, everywhere) for column in columns]
     meeting = _meeting(f"all_reduce {op.name}", inputs, packing) if span else None
-    program = _all_reduce_program(op, everywhere, packing)
+    program = _all_reduce_program(op, everywhere, packing, total)
     outputs = THROTTLE.dispatch(program, inputs, meeting=meeting)
     return [Mirrored.of_global(x, len(everywhere)) for x in outputs]
 
@@ -84,10 +86,15 @@ def _spmd(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
 
 
 @functools.cache
-def _all_reduce_program(op: ReduceOp, devices: Devices, packing: Packing) -> Callable[..., Any]:
+def _all_reduce_program(
+    op: ReduceOp,
+    devices: Devices,
+    packing: Packing,
+    total: Callable[[jax.Array], jax.Array] = spmd.total,
+) -> Callable[..., Any]:
     def program(xs: list[jax.Array]) -> list[jax.Array]:
         packs = plan_packs([x.nbytes for x in xs], [x.dtype for x in xs], packing)
-        return spmd.all_reduce(op, xs, packs)
+        return spmd.all_reduce(op, xs, packs, total)
 
     return _spmd(program, devices)
 

@@ -25,6 +25,7 @@ from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax  # type: ignore[attr-defined]
@@ -222,6 +223,11 @@ def one_piece(x: jax.Array, device: jax.Device | None = None) -> jax.Array:
     return uncommitted(buffers[0])
 
 
+def has_whole_bytes(dtype: Any) -> bool:
+    """Whether each element of this dtype has bytes of its own, which int4 has not."""
+    return bool(_dtypes.itemsize_bits(dtype) % 8 == 0)
+
+
 def is_key_array(x: Any) -> bool:
     """Whether `x` is an array of typed random keys."""
     return isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -322,6 +328,22 @@ def mark_same_on_all_replicas(value: Any, label: str) -> Any:
 
 
 SAME_ON_ALL_REPLICAS = _same_p.name
+
+_agreed_p = Primitive("phalanx_agreed_by_all_replicas")
+_agreed_p.def_impl(lambda x: x)
+_agreed_p.def_abstract_eval(lambda x: x)
+_ad.deflinear2(_agreed_p, lambda ct, _: [ct])
+_batching.defvectorized(_agreed_p)
+mlir.register_lowering(_agreed_p, lambda ctx, x: [x])
+
+
+def declare_same_on_all_replicas(x: jax.Array) -> jax.Array:
+    """The array itself, with a mark in the program that says: all replicas do have the same here."""
+    agreed: jax.Array = _agreed_p.bind(x)
+    return agreed
+
+
+AGREED_BY_ALL_REPLICAS = _agreed_p.name
 
 
 def jaxpr_and_result(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:

@@ -36,7 +36,8 @@ class CommunicationOptions:
 
     Args:
         bytes_per_pack: tensors are packed into buffers of about this many bytes before they
-            travel; 0 lets Phalanx choose (64 KB for small tensors, larger ones go alone).
+            travel; 0 lets Phalanx choose: tensors of up to 64 KB travel together, of up to 256 KB
+            between workers, and larger ones alone.
         timeout_seconds: how long to wait for the other workers; None for the default.
         implementation: a `CommunicationImplementation` or its name.
 

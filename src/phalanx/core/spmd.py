@@ -124,19 +124,35 @@ def from_replica(x: Any, here: Any) -> Any:
     return lax.psum(chosen, REPLICA_AXIS)
 
 
+def total(x: jax.Array) -> jax.Array:
+    """The sum of a local array over all replicas."""
+    summed: jax.Array = lax.psum(x, REPLICA_AXIS)
+    return summed
+
+
 def all_reduce(
-    op: ReduceOp, xs: Sequence[jax.Array], packs: Sequence[Sequence[int]]
+    op: ReduceOp,
+    xs: Sequence[jax.Array],
+    packs: Sequence[Sequence[int]],
+    total: Callable[[jax.Array], jax.Array] = total,
 ) -> list[jax.Array]:
-    """Reduce local arrays over all replicas, those of one pack in one message."""
+    """Reduce local arrays over all replicas, those of one pack in one message.
+
+    Args:
+        op: how to reduce.
+        xs: the arrays.
+        packs: which of them travel together.
+        total: sums one array over all replicas.
+    """
     reduced: list[Any] = [None] * len(xs)
     for pack in packs:
         if len(pack) == 1:
-            reduced[pack[0]] = lax.psum(xs[pack[0]], REPLICA_AXIS)
+            reduced[pack[0]] = total(xs[pack[0]])
             continue
-        flat = jnp.concatenate([xs[i].ravel() for i in pack])
-        total, start = lax.psum(flat, REPLICA_AXIS), 0
+        summed = total(jnp.concatenate([xs[i].ravel() for i in pack]))
+        start = 0
         for i in pack:
-            reduced[i] = total[start : start + xs[i].size].reshape(xs[i].shape)
+            reduced[i] = summed[start : start + xs[i].size].reshape(xs[i].shape)
             start += xs[i].size
     if op is ReduceOp.MEAN:
         count = lax.axis_size(REPLICA_AXIS)

@@ -37,6 +37,7 @@ class Throttle:
         self._limit = limit
         self._lock = threading.Lock()
         self._tokens: collections.deque[jax.Array] = collections.deque()
+        self._latest_between_workers: tuple[int, jax.Array] | None = None  # its thread and its token
 
     def dispatch(
         self,
@@ -55,9 +56,21 @@ class Throttle:
             if meeting is None or self.ledger is None:
                 return self._start(program, args)
             with self.ledger.meet(meeting):
+                self._keep_order()
                 result = self._start(program, args)
+            self._latest_between_workers = threading.get_ident(), self._tokens[-1]
             self.ledger.begun(self._tokens[-1])
             return result
+
+    def _keep_order(self) -> None:
+        """Wait for the latest program between workers if another thread has dispatched it.
+
+        JAX runs the programs of one thread in their order, but those of different threads at the same
+        time, and gloo would mix up their messages.
+        """
+        latest = self._latest_between_workers
+        if latest is not None and latest[0] != threading.get_ident():
+            latest[1].block_until_ready()
 
     def _start(self, program: Callable[..., tuple[T, jax.Array]], args: tuple[Any, ...]) -> T:
         if len(self._tokens) >= self._limit:

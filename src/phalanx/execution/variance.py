@@ -78,6 +78,8 @@ def _equation(eqn: Any, given: list[bool], found: list[str]) -> list[bool]:
         if given[0]:
             found.append(eqn.params["label"])
         return [False]
+    if name == compat.AGREED_BY_ALL_REPLICAS:
+        return [False]
     if name == "axis_index":
         return [True]
     if name in _COLLECTIVES and _over_replicas(eqn.params):
