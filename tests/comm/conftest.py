@@ -8,7 +8,7 @@ import pytest
 
 import phalanx as px
 
-collect_ignore = ["record_torch.py"]  # a program, which needs torch
+collect_ignore = ["record_mindspore.py", "record_torch.py"]  # programs, which need what they record
 
 
 @pytest.fixture(scope="module")

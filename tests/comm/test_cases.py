@@ -1,6 +1,6 @@
-"""Every operation, dtype and group of the cases: as torch gives it, and as NumPy says.
+"""Every operation, dtype and group of the cases: as torch and MindSpore give it, and as NumPy says.
 
-Where torch refuses what is mathematics, or leaves a buffer in pieces, NumPy is the reference alone.
+Where they refuse what is mathematics, or torch leaves a buffer in pieces, NumPy is the reference alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import phalanx as px
 from tests.comm import cases as cs
 from tests.comm import test_recorded as recorded
 
-TORCH = json.loads((Path(__file__).parent / "data" / "torch_cases.json").read_text())["cases"]
+DATA = Path(__file__).parent / "data"
+TORCH = json.loads((DATA / "torch_cases.json").read_text())["cases"]
+MINDSPORE = json.loads((DATA / "mindspore_cases.json").read_text())["cases"]
 
 
 def run_case(case: cs.Case, x: Any, me: Any, splits: Any = (None, None)) -> Any:
@@ -85,6 +87,7 @@ def close(a: Any, b: Any, dtype: str) -> bool:
 
 def check(world: int, found: list[dict[str, Any]], chosen: list[cs.Case]) -> None:
     torch = {key: results for count, key, results in TORCH if count == world}
+    mindspore = {key: results for count, key, results in MINDSPORE if count == world}
     compared = 0
     for case in chosen:
         for rank in case.ranks:
@@ -99,7 +102,10 @@ def check(world: int, found: list[dict[str, Any]], chosen: list[cs.Case]) -> Non
             if not isinstance(theirs, str) and not in_pieces:
                 assert close(mine, theirs, case.dtype), (case.key, rank, mine, theirs)
                 compared += 1
+            if case.key in mindspore:
+                assert close(mine, mindspore[case.key][rank], case.dtype), (case.key, rank, mine)
     assert compared > 200
+    assert len({c.key for c in chosen} & set(mindspore)) > 40
 
 
 @pytest.mark.parametrize("world", [2, 3])
