@@ -73,8 +73,9 @@ def _accumulate(op: Reduction, rows: Any, total: Array, dtype: Any, count: int) 
     if kind_of(dtype) == "integer":
         whole = total if total.dtype == dtype else total.astype(dtype).astype(total.dtype)
         np.floor_divide(whole, np.asarray(count, total.dtype), out=total)
-    else:
-        np.divide(total, np.asarray(count, total.dtype), out=total)
+        return
+    for part in (total.real, total.imag) if total.dtype.kind == "c" else (total,):
+        np.divide(part, np.asarray(count, part.dtype), out=part)
 
 
 def _wide(dtype: Any) -> Any:
