@@ -21,6 +21,10 @@ def each(found: list[Any]) -> Any:
     return pytest.mark.parametrize(("module", "function", "arguments"), found, ids=name)
 
 
+# Two workers with two devices, and three with one, find what two with one do.
+@pytest.mark.parametrize(
+    "cluster", [pytest.param("2x1", marks=pytest.mark.soak), "2x2", "3x1"], indirect=True
+)
 @each(FIRST)
 def test_rule(
     cluster: px.testing.MultiProcess, module: str, function: str, arguments: dict[str, Any]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 
 import phalanx as px
+from phalanx.cluster.watchdog import EXIT_CODE
 from tests.multi_worker import faults
 from tests.processes import wait_gone
 
@@ -37,6 +39,20 @@ def wait_until(cluster: Gang, run: Any, worker: int, text: str) -> None:
     assert text in cluster.stdout(worker), run.replies
 
 
+def settled(play: Callable[[], list[Any]]) -> list[Any]:
+    """What became of a job's workers.
+
+    Rarely gloo stays in a wait although its connections are closed. Then the worker ends with a code
+    of its own, and says why the job has failed; the job is played again.
+    """
+    results = play()
+    hung = [result for result in results if result.exit_code == EXIT_CODE]
+    for result in hung:
+        assert "hangs in native code although the job has failed" in result.stderr
+        assert re.search(r"The failure: \S", result.stderr)
+    return play() if hung else results
+
+
 def outcomes(results: list[Any], guilty: int) -> list[faults.Outcome]:
     """What the others have raised; all of them still run."""
     others = [result for result in results if result.worker != guilty]
@@ -45,39 +61,64 @@ def outcomes(results: list[Any], guilty: int) -> list[faults.Outcome]:
     return [result.value for result in others]
 
 
-three = pytest.mark.parametrize("guilty", [0, 1, 2])
-shapes = pytest.mark.parametrize(("workers", "devices"), [(2, 1), (2, 2), (3, 1), (3, 2)])
+def played(fn: Callable[..., Any], *args: Any, **shape: Any) -> list[Any]:
+    """What becomes of the workers of a new cluster that run a function."""
+
+    def play() -> list[Any]:
+        with gang(**shape) as cluster:
+            return cluster.start(fn, *args).results(timeout=60.0)
+
+    return settled(play)
+
+
+def some(names: str, cases: Iterable[tuple[Any, ...]], often: Callable[..., bool]) -> Any:
+    """Runs all cases with the stress tests, and else those that are wanted often."""
+    soak = pytest.mark.soak
+    marked = [pytest.param(*case, marks=[] if often(*case) else [soak]) for case in cases]
+    return pytest.mark.parametrize(tuple(names.split()), marked)
+
+
+three = some("guilty", [(0,), (1,), (2,)], lambda guilty: guilty == 1)
 
 # -- deaths ---------------------------------------------------------------------------------------
 
 
-@three
-@pytest.mark.parametrize(
-    ("phase", "compiled", "devices"),
-    [
-        ("before", False, 1),
-        ("trace", True, 1),
-        ("compile", True, 1),
-        ("input", True, 1),
-        ("between", False, 1),
-        ("between", True, 2),
-        ("step", False, 1),
-        ("step", True, 1),
-        ("step", True, 2),
-    ],
+PHASES = [
+    ("before", False, 1),
+    ("trace", True, 1),
+    ("compile", True, 1),
+    ("input", True, 1),
+    ("between", False, 1),
+    ("between", True, 2),
+    ("step", False, 1),
+    ("step", True, 1),
+    ("step", True, 2),
+]
+
+
+@some(
+    "phase compiled devices guilty",
+    [(*phase, guilty) for phase in PHASES for guilty in range(3)],
+    lambda *case: case[:3] == ("step", True, 1) or PHASES.index(case[:3]) % 3 == case[3],
 )
 def test_a_death(phase: str, compiled: bool, devices: int, guilty: int) -> None:
-    with gang(devices=devices) as cluster:
-        run = cluster.start(faults.caught, 10**9, compiled, phase, guilty)
-        wait_until(cluster, run, guilty, "ready" if phase in faults.HELD else "started")
-        killed = time.time()
-        cluster.kill(guilty)
-        told = outcomes(run.results(timeout=30.0), guilty)
+    killed = 0.0
+
+    def play() -> list[Any]:
+        nonlocal killed
+        with gang(devices=devices) as cluster:
+            run = cluster.start(faults.caught, 10**9, compiled, phase, guilty)
+            wait_until(cluster, run, guilty, "ready" if phase in faults.HELD else "started")
+            killed = time.time()
+            cluster.kill(guilty)
+            return run.results(timeout=30.0)
+
+    told = outcomes(settled(play), guilty)
     for kind, text, when in told:
         assert kind == "WorkerLostError", text
         assert re.match(rf"worker {guilty} .*was killed by signal 9 \(SIGKILL\)", text), text
         assert ("before it joined" in text) == (phase == "before")
-        if phase in ("input", "between", "step"):
+        if phase in ("between", "step"):  # the input is read ahead, before any program
             assert "It was at " in text
             assert "faults.py:" in text
         assert when - killed < KNOWN_WITHIN
@@ -124,22 +165,25 @@ def check_mismatch(results: list[Any], fault: str, compiled: bool, guilty: int) 
     assert len({text for _, text, _ in told}) == 1
 
 
-@shapes
-@pytest.mark.parametrize("fault", FAULTS)
+@some(
+    "fault workers devices",
+    itertools.product(FAULTS, (2, 3), (1, 2)),
+    lambda fault, workers, devices: fault == "shape" or workers == devices + 1,
+)
 def test_different_calls_are_shown_side_by_side(fault: str, workers: int, devices: int) -> None:
     """Others are inside a known program, in native code, when one comes with a new one."""
     guilty = workers - 1
-    with gang(workers, devices) as cluster:
-        results = cluster.start(faults.caught, 6, False, fault, guilty).results(timeout=60.0)
-        check_mismatch(results, fault, False, guilty)
+    results = played(faults.caught, 6, False, fault, guilty, workers=workers, devices=devices)
+    check_mismatch(results, fault, False, guilty)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("guilty", [0, 1])
+@some(
+    "fault guilty",
+    itertools.product(FAULTS, (0, 1)),
+    lambda fault, guilty: FAULTS.index(fault) % 2 == guilty,
+)
 def test_whoever_differs_is_named(fault: str, guilty: int) -> None:
-    with gang() as cluster:
-        results = cluster.start(faults.caught, 6, True, fault, guilty).results(timeout=60.0)
-        check_mismatch(results, fault, True, guilty)
+    check_mismatch(played(faults.caught, 6, True, fault, guilty), fault, True, guilty)
 
 
 # -- exceptions, and ends that come too early -------------------------------------------------------
@@ -147,8 +191,7 @@ def test_whoever_differs_is_named(fault: str, guilty: int) -> None:
 
 @three
 def test_an_exception_reaches_the_others(guilty: int) -> None:
-    with gang() as cluster:
-        results = cluster.start(faults.as_program, 4, False, "raise", guilty).results(timeout=30.0)
+    results = played(faults.as_program, 4, False, "raise", guilty)
     for kind, text, _ in outcomes(results, guilty):
         assert kind == "WorkerFailedError"
         assert text.startswith(f"worker {guilty} ")
@@ -160,8 +203,7 @@ def test_an_exception_reaches_the_others(guilty: int) -> None:
 
 @three
 def test_an_exit_code_reaches_the_others(guilty: int) -> None:
-    with gang() as cluster:
-        results = cluster.start(faults.as_program, 4, False, "exit", guilty).results(timeout=30.0)
+    results = played(faults.as_program, 4, False, "exit", guilty)
     for kind, text, _ in outcomes(results, guilty):
         assert kind == "WorkerLostError"
         assert re.match(rf"worker {guilty} .*ended with exit code 3", text), text
@@ -169,14 +211,13 @@ def test_an_exit_code_reaches_the_others(guilty: int) -> None:
 
 @three
 def test_a_worker_that_ends_early(guilty: int) -> None:
-    with gang() as cluster:
-        begun = time.time()
-        results = cluster.start(faults.as_program, 4, False, "early", guilty).results(timeout=60.0)
+    begun = time.time()
+    results = played(faults.as_program, 4, False, "early", guilty)
     for kind, text, when in outcomes(results, guilty):
         assert kind == "WorkerLostError"
         assert re.match(rf"worker {guilty} .*finished while worker \d still communicates, at ", text)
         assert "faults.py:" in text
-        assert when - begun < KNOWN_WITHIN
+        assert when - begun < 4 * KNOWN_WITHIN
     assert results[guilty].exit_code == 0
 
 
@@ -196,17 +237,27 @@ def test_workers_that_do_nothing() -> None:
         for guilty, cluster, run in (*zip(range(3), frozen, runs, strict=True), (1, looping, stuck)):
             others = [i for i in range(len(cluster.names)) if i != guilty]
             assert cluster.wait(functools.partial(all_ended, run, others), 60.0)
-            for i in others:
-                result = run.replies[i].outcome(i, cluster.names[i])
-                assert result.error is None, result.error
-                kind, text, _ = result.value
+            told = [run.replies[i].outcome(i, cluster.names[i]) for i in others]
+            assert any(result.value for result in told)
+            for result in told:
+                kind, text = deadline_told(result)
                 assert kind == "DeadlineExceededError", text
-                assert re.match(rf"worker \d waited for {DEADLINE} seconds at .*faults.py:", text), text
+                assert re.search(rf"worker \d waited for {DEADLINE} seconds at .*faults.py:", text), (
+                    text
+                )
                 assert re.search(rf"Late: worker {guilty} ", text), text
         for guilty, (cluster, run) in enumerate(zip(frozen, runs, strict=True)):
             cluster.cont(guilty)
-            assert run.results(timeout=30.0)[guilty].value[0] == "DeadlineExceededError"
+            assert deadline_told(run.results(timeout=30.0)[guilty])[0] == "DeadlineExceededError"
         looping.kill(1)
+
+
+def deadline_told(result: Any) -> tuple[str, str]:
+    """What a worker has raised, or said when it ended in native code."""
+    if result.exit_code == EXIT_CODE:
+        return "DeadlineExceededError", result.stderr
+    assert result.error is None, result.error
+    return result.value[:2]
 
 
 def all_ended(run: Any, workers: list[int]) -> bool:
