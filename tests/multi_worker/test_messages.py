@@ -59,6 +59,27 @@ def test_small_arrays_travel_together(cluster: px.testing.MultiProcess) -> None:
         assert counts == ((1, 0, 0, 1) if two else (0, 1, 0, 1))
 
 
+def test_a_loss_of_a_compiled_step_is_exchanged_too(cluster: px.testing.MultiProcess) -> None:
+    def summed() -> tuple[float, list[float], bool]:
+        s = strategy()
+        x = s.experimental_distribute_values_from_function(
+            lambda c: jnp.arange(3.0) + c.replica_id_in_sync_group
+        )
+
+        @px.function
+        def total(x: Any) -> Any:
+            losses = s.run(lambda x: x.sum(), args=(x,))
+            return s.reduce("sum", losses, axis=None), s.reduce("mean", x, axis=None)
+
+        loss, mean = total(x)
+        return float(loss), np.asarray(mean).tolist(), "collective_permute" in total.lower(x).as_text()
+
+    n = cluster.run(lambda: strategy().num_replicas_in_sync)[0]
+    middle = (n - 1) / 2
+    for found in cluster.run(summed):
+        assert found == (3 * n * (1 + middle), [middle, 1 + middle, 2 + middle], n == 2)
+
+
 def test_options_of_the_strategy_count_in_programs(cluster: px.testing.MultiProcess) -> None:
     def counts() -> list[int]:
         found = []

@@ -121,6 +121,10 @@ class CrossDeviceOps:
             joined = jnp.concatenate([place(x, here) for x in components], axis=axis)
         return self.broadcast(joined, destinations)
 
+    def sum_of_rows(self, rows: jax.Array) -> jax.Array:
+        """The sum over replicas of a traced array with a row for each of them: plain arithmetic."""
+        return jnp.sum(rows, axis=0, dtype=rows.dtype)
+
     def sizes(self, per_replica_value: Any, axis: int) -> list[int]:
         """The length of every replica's component along `axis`."""
         return [x.shape[axis] for x in _as_per_replica(per_replica_value).samples()]

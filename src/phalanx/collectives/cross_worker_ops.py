@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from phalanx.collectives import exchange, programs
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps, Pairs
@@ -23,7 +24,7 @@ from phalanx.core.options import (
 )
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op, divide
 from phalanx.core.spmd import SpmdPerReplica
-from phalanx.core.values import Mirrored, PerReplica, Span, place
+from phalanx.core.values import REPLICA_AXIS, Mirrored, PerReplica, Span, place, replica_mesh
 
 
 class CrossWorkerOps(AllReduceCrossDeviceOps):
@@ -97,6 +98,20 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         expect_model(xs)
         packs = plan_packs([x.nbytes for x in xs], [x.dtype for x in xs], self._packing(options))
         return spmd.all_reduce(reduce_op, xs, packs, self._total(options))
+
+    def sum_of_rows(self, rows: jax.Array) -> jax.Array:
+        """The sum over replicas of a traced array with a row for each of them."""
+        total = self._total(self._options)
+        if total is spmd.total:
+            return super().sum_of_rows(rows)
+        summed: jax.Array = jax.shard_map(
+            lambda row: total(row[0]),
+            mesh=replica_mesh(self._span),
+            in_specs=PartitionSpec(REPLICA_AXIS),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )(rows)
+        return summed
 
     def _packing(self, options: CommunicationOptions) -> Packing:
         if options.bytes_per_pack or self._options.bytes_per_pack:

@@ -57,6 +57,10 @@ class Communicator(Protocol):
         """Reduce several values in few messages."""
         ...
 
+    def sum_of_rows(self, rows: jax.Array) -> jax.Array:
+        """The sum over replicas of a traced array with a row for each of them."""
+        ...
+
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Copy a value to the devices of `destinations`."""
         ...
@@ -102,9 +106,21 @@ class Combiner:
         value = self._own(value)
         if isinstance(value, PerReplica):
             if _is_traced(value):
-                return _reduce_traced(op, value)
+                return self._reduce_traced(op, value)
             return self.communicator.reduce(op, value, destinations, options)
         return self.communicator.broadcast(self.reduce_undistributed(op, value), destinations)
+
+    def _reduce_traced(self, op: ReduceOp, value: PerReplica) -> jax.Array:
+        """A reduction in traced code outside of replicas, which JAX can transform."""
+        array = value.array
+        if array is None:
+            components = [as_operand(x) for x in value.values]
+            check_alike(components, "A reduction over replicas")
+            total = functools.reduce(jnp.add, components)
+        else:
+            rows = as_operand(PerReplica.by_replica(array, value.layout))
+            total = self.communicator.sum_of_rows(rows)
+        return divide(total, value.count) if op is ReduceOp.MEAN else total
 
     def batch_reduce_to(
         self, op: ReduceOp, pairs: Sequence[Pair], options: CommunicationOptions
@@ -270,20 +286,6 @@ def _is_traced(value: DistributedValues) -> bool:
             f"jax.jit. Received: {value!r}"
         )
     return True
-
-
-def _reduce_traced(op: ReduceOp, value: PerReplica) -> jax.Array:
-    """A reduction in traced code outside of replicas: plain arithmetic, which JAX can transform."""
-    array = value.array
-    if array is None:
-        components = [as_operand(x) for x in value.values]
-        check_alike(components, "A reduction over replicas")
-        total = functools.reduce(jnp.add, components)
-    else:
-        total = jnp.sum(
-            as_operand(PerReplica.by_replica(array, value.layout)), axis=0, dtype=array.dtype
-        )
-    return divide(total, value.count) if op is ReduceOp.MEAN else total
 
 
 def _gatherable(x: Any, what: str) -> jax.Array:
