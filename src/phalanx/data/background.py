@@ -48,12 +48,19 @@ class AtOnce(Generic[T]):
     def __init__(self, work: Work[T]) -> None:
         self._work = work
         self._items: Iterator[T] | None = None
+        self._error: BaseException | None = None
 
     def get(self) -> T | None:
-        """The next item; None at the end."""
+        """The next item; None at the end. What the iterator raised is raised again and again."""
+        if self._error is not None:
+            raise self._error
         if self._items is None:
             self._items = self._work()
-        return next(self._items, None)
+        try:
+            return next(self._items, None)
+        except BaseException as error:
+            self._error = error
+            raise
 
     def stop(self, wait: bool = True) -> None:
         """Close the iterator."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -260,8 +261,8 @@ def _check_shape(shape: Any, spec: TensorSpec) -> tuple[int | None, ...]:
     if shape is None:
         return (None,) * rank
     shape = getattr(shape, "shape", shape)
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
-    if any(not (d is None or isinstance(d, int | np.integer)) for d in dims) or len(dims) != rank:
+    dims = tuple(shape) if isinstance(shape, Sequence | np.ndarray) else (shape,)
+    if len(dims) != rank or not all(map(_is_dim, dims)):
         raise InvalidValueError(
             f"padded_shapes of padded_batch needs {rank} dimensions for {spec}, each a size, or None "
             f"or -1 for the longest. Received: {shape!r}"
@@ -275,6 +276,10 @@ def _check_shape(shape: Any, spec: TensorSpec) -> tuple[int | None, ...]:
     return tuple(None if d is None or d < 0 else int(d) for d in dims)
 
 
+def _is_dim(size: Any) -> bool:
+    return size is None or (isinstance(size, int | np.integer) and abs(size) <= sys.maxsize)
+
+
 def _check_value(value: Any, spec: TensorSpec) -> Any:
     if value is None:
         return None
@@ -283,7 +288,14 @@ def _check_value(value: Any, spec: TensorSpec) -> Any:
     text = isinstance(value, str | bytes)
     if text != (np.dtype(spec.dtype) == object):
         raise InvalidTypeError(f"A padding value must fit the elements, {spec}. Received: {value!r}")
-    return value if text else np.asarray(value).astype(spec.dtype)
+    if text:
+        return value
+    try:
+        return np.asarray(value).astype(spec.dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidTypeError(
+            f"A padding value must fit the elements, {spec}. Received: {value!r}"
+        ) from error
 
 
 def _nothing(leaf: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +28,16 @@ def integer(value: Any, name: str, minimum: int | None = None) -> int:
         ) from None
     if minimum is not None and number < minimum:
         raise InvalidValueError(f"{name} must be at least {minimum}. Received: {number}")
+    if abs(number) > sys.maxsize:
+        raise InvalidValueError(f"{name} must fit into 64 bits. Received: {number}")
     return number
 
 
 def seed(value: Any) -> int | None:
-    """An optional seed."""
-    return None if value is None else integer(value, "seed")
+    """An optional seed, of any size."""
+    if value is None:
+        return None
+    return value % 2**64 if type(value) is int else integer(value, "seed")
 
 
 def function(value: Any, name: str) -> Callable[..., Any]:
@@ -54,6 +59,14 @@ def parallelism(value: Any) -> int | None:
             f"num_parallel_calls must be positive, px.data.AUTOTUNE or None. Received: {number}"
         )
     return number
+
+
+def dtype(value: Any, name: str) -> np.dtype[Any]:
+    """A dtype."""
+    try:
+        return np.dtype(value)
+    except TypeError:
+        raise InvalidTypeError(f"{name} must be a dtype. Received: {value!r}") from None
 
 
 def boolean(value: Any, name: str) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import tree_util
 from numpy.typing import NDArray
 
-from phalanx.core.errors import InvalidArgumentError
+from phalanx.core.errors import DataLossError, InvalidArgumentError
 from phalanx.data.columns import Chunk, Column, Indices
 from phalanx.data.elements import merge_specs
 from phalanx.data.node import (
@@ -65,9 +65,13 @@ class Zip(Node):
 class _ZipCursor(Cursor):
     def __init__(self, inputs: Sequence[Cursor]) -> None:
         self.inputs = inputs
+        self._short: Cursor | None = None  # one that gave less than was asked for
         self._ended = False
 
     def read(self, limit: int) -> Chunk | None:
+        if self._short is not None:
+            self._short.read(1)  # fails if it was damage that ended it
+            self._ended = True
         if self._ended:
             return None
         chunks, count = [], limit
@@ -76,7 +80,8 @@ class _ZipCursor(Cursor):
             if chunk is None:
                 self._ended = True
                 return None
-            self._ended = self._ended or (i > 0 and chunk.count < count)
+            if i > 0 and chunk.count < count:
+                self._short = cursor
             count = chunk.count
             chunks.append(chunk)
         return Chunk([c for chunk in chunks for c in chunk.rows(0, count).columns], count)
@@ -226,7 +231,7 @@ class _Given(_Choices):
             self._pending = self._pending[alive[self._pending]]
             if len(self._pending):
                 return self._pending[:limit]
-            chunk = self._cursor.read(limit)
+            chunk = read_exactly(self._cursor, limit)
             if chunk is None:
                 break
             numbers = np.asarray(chunk.columns[0], np.int64)
@@ -250,12 +255,16 @@ class _Held:
         self.cursor = cursor
         self._chunks: list[Chunk] = []
         self._count = 0
+        self.damage: DataLossError | None = None
 
     def fill(self, count: int) -> int:
-        """Have up to `count` elements at hand; how many there are."""
-        while self._count < count and (chunk := self.cursor.read(count - self._count)) is not None:
-            self._chunks.append(chunk)
-            self._count += chunk.count
+        """Have up to `count` elements at hand; how many there are. Damage is kept for later."""
+        try:
+            while self._count < count and (chunk := self.cursor.read(count - self._count)) is not None:
+                self._chunks.append(chunk)
+                self._count += chunk.count
+        except DataLossError as error:
+            self.damage = error
         return min(count, self._count)
 
     def take(self, count: int) -> Chunk:
@@ -285,7 +294,10 @@ class _MixCursor(Cursor):
                 return None
             ready = self._ready(chosen)
             self._choices.drop(ready)
-            if ready < len(chosen):
+            damage = self._held[chosen[ready]].damage if ready < len(chosen) else None
+            if damage is not None and not ready:
+                raise damage
+            if ready < len(chosen) and damage is None:
                 self._alive[chosen[ready]] = False
                 if self._stop:
                     self._alive[:] = False

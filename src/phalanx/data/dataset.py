@@ -169,12 +169,9 @@ class Dataset(Transformations):
                 "Give from_generator either output_signature or output_types. Received: both"
             )
         if output_types is not None and output_shapes is not None:
-            output_signature = tree_util.tree_map(
-                lambda dtype, shape: TensorSpec(tuple(shape), np.dtype(dtype)),
-                output_types,
-                output_shapes,
-            )
+            output_signature = sources.signature_of(output_types, output_shapes)
         elif output_types is not None:
+            output_types = tree_util.tree_map(lambda x: checks.dtype(x, "output_types"), output_types)
             return Dataset(sources.Generator((), sources.converting(make, output_types)))
         if output_signature is not None:
             output_signature = check_signature(output_signature, "from_generator")
@@ -194,7 +191,7 @@ class Dataset(Transformations):
             raise InvalidValueError(
                 f"range needs a stop, or a start and a stop, and a step other than 0. Received: {args}"
             )
-        dtype = np.dtype(output_type)
+        dtype = checks.dtype(output_type, "output_type")
         if dtype.kind not in "iuf":
             raise InvalidTypeError(f"output_type must be a numeric dtype. Received: {output_type!r}")
         return Dataset(sources.Range((), builtins.range(*numbers), dtype))
@@ -286,7 +283,10 @@ class Dataset(Transformations):
             name: ignored.
         """
         nodes = _several(datasets, "sample_from_datasets")
-        share = np.ones(len(nodes)) if weights is None else np.asarray(weights, np.float64)
+        try:
+            share = np.ones(len(nodes)) if weights is None else np.asarray(weights, np.float64)
+        except (TypeError, ValueError):
+            share = np.empty(0)
         if share.shape != (len(nodes),) or not np.isfinite(share).all() or (share < 0).any():
             raise InvalidValueError(
                 f"weights must be {len(nodes)} numbers, one per dataset, none of them negative. "
@@ -294,7 +294,9 @@ class Dataset(Transformations):
             )
         if not share.sum() > 0:
             raise InvalidValueError(f"One of the weights must be positive. Received: {weights!r}")
-        again = rerandomize_each_iteration is None or rerandomize_each_iteration
+        again = rerandomize_each_iteration is None or checks.boolean(
+            rerandomize_each_iteration, "rerandomize_each_iteration"
+        )
         stop = checks.boolean(stop_on_empty_dataset, "stop_on_empty_dataset")
         return Dataset(Sample(nodes, tuple(share.tolist()), checks.seed(seed), stop, again))
 
@@ -337,6 +339,10 @@ class Dataset(Transformations):
 
 
 def _several(datasets: Sequence[Dataset], what: str) -> tuple[Node, ...]:
+    if not isinstance(datasets, Iterable) or isinstance(datasets, Dataset):
+        raise InvalidTypeError(
+            f"{what} needs a list of datasets. Received: {datasets!r} of type {type(datasets).__name__}"
+        )
     nodes = tuple(checks.dataset(dataset, what)._node for dataset in datasets)
     if not nodes:
         raise InvalidValueError(f"{what} needs at least one dataset. Received: {datasets!r}")

@@ -22,7 +22,7 @@ from phalanx.data.columns import Chunk, Column, stack
 
 _SCALARS: dict[type, Any] = {bool: np.bool_, float: np.float32, complex: np.complex64}
 _NARROW = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex64}
-_INT32 = np.iinfo(np.int32)
+_INT32, _INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def as_leaf(x: Any) -> Any:
         return x.item()
     if isinstance(x, np.generic | str | bytes | Ragged | LeafBase):
         return x
-    if cls is int:
+    if cls is int and _INT64.min <= x <= _INT64.max:
         return np.int32(x) if _INT32.min <= x <= _INT32.max else np.int64(x)
     if cls in _SCALARS:
         return _SCALARS[cls](x)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from phalanx.core.errors import CancelledError, InvalidTypeError
 from phalanx.data.columns import Chunk
@@ -19,7 +22,6 @@ from phalanx.data.node import (
     Run,
     first_element,
     open_plan,
-    read_exactly,
 )
 from phalanx.data.parallel import POLL
 from phalanx.data.threads import Pool, threads_for
@@ -101,19 +103,58 @@ class Interleave(Node):
         return _InterleaveCursor(self, run)
 
 
+_MOST_AHEAD = 256
+"""How many elements of one dataset a thread reads ahead at most."""
+
+_MOST_BYTES_AHEAD = 2**20
+"""How many bytes these elements have at most, if that is more than a block."""
+
+
 class _Slot:
     """One of the datasets that are open, read by the reader itself."""
 
     def __init__(self, node: Node, run: Run) -> None:
         self.node = node
         self._cursor = open_plan(node, run)
+        self._held: Chunk | None = None  # what was read, and is not used up
+        self._failure: Exception | None = None
         self.left = 0  # how many elements of the block are still to come
+        self.checked = False  # whether its elements are known to be like those of others
 
-    def read(self, limit: int) -> Chunk | None:
-        return self._cursor.read(limit)
+    @property
+    def at_hand(self) -> int:
+        """How many elements can be taken."""
+        return 0 if self._held is None else self._held.count
+
+    def fill(self, count: int) -> bool:
+        """Have elements at hand, at most `count` if there were none; False at the end."""
+        if self._held is None:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                self._held = self._read(count)
+            except Exception as error:
+                self._failure = error
+                raise
+        return self._held is not None
+
+    def _read(self, count: int) -> Chunk | None:
+        return self._cursor.read(count)
+
+    def take(self, count: int) -> Chunk:
+        """Up to `count` of the elements at hand."""
+        assert self._held is not None
+        chunk = self._held.rows(0, count)
+        self._held = self._held.rows(count, self.at_hand) if count < self.at_hand else None
+        return chunk
 
     def skip(self, count: int) -> int:
-        return self._cursor.skip(count)
+        return self.take(count).count if self.at_hand else self._cursor.skip(count)
+
+    @property
+    def ready(self) -> bool:
+        """Whether filling would not wait for a thread."""
+        return True
 
     def cancel(self) -> None:
         self._cursor.cancel()
@@ -123,44 +164,51 @@ class _Slot:
 
 
 class _ParallelSlot(_Slot):
-    """One of the datasets that are open; threads read its next block while others are used."""
+    """One of the datasets that are open; threads read its next elements while others are used.
+
+    They read one block first, and more at once as long as the dataset goes on, up to a limit.
+    """
 
     def __init__(self, node: Node, run: Run, pool: Pool, block: int) -> None:
         super().__init__(node, run)
-        self._pool, self._block = pool, block
-        self._rest: Chunk | None = None
+        self._pool, self._block, self._size = pool, block, block
         self._cancelled = False
         self.coming: Future[Chunk | None] = self._ask()
 
     def _ask(self) -> Future[Chunk | None]:
-        return self._pool.submit(read_exactly, self._cursor, self._block)
+        return self._pool.submit(self._cursor.read, self._size)
 
-    def read(self, limit: int) -> Chunk | None:
-        if self._rest is None:
-            while not self.coming.done() and not self._cancelled:
-                wait([self.coming], POLL)
-            if self._cancelled:
-                raise CancelledError("The iterator was closed while it was read.")
-            self._rest = self.coming.result()
-            if self._rest is None:
-                return None
+    def _read(self, count: int) -> Chunk | None:
+        while not self.coming.done() and not self._cancelled:
+            wait([self.coming], POLL)
+        if self._cancelled:
+            raise CancelledError("The iterator was closed while it was read.")
+        chunk = self.coming.result()
+        if chunk is not None:
+            most = min(_MOST_AHEAD, _MOST_BYTES_AHEAD // max(1, _size_of(chunk.element(0))))
+            self._size = max(self._block, min(2 * self._size, most))
             self.coming = self._ask()
-        chunk = self._rest.rows(0, limit)
-        left = self._rest.rows(chunk.count, self._rest.count)
-        self._rest = left if left.count else None
         return chunk
+
+    def skip(self, count: int) -> int:
+        return self.take(count).count if self.fill(count) else 0
 
     @property
     def ready(self) -> bool:
-        """Whether reading would not wait."""
-        return self._rest is not None or self.coming.done()
-
-    def skip(self, count: int) -> int:
-        return Cursor.skip(self, count)  # type: ignore[arg-type]
+        return self._held is not None or self.coming.done()
 
     def cancel(self) -> None:
         self._cancelled = True
         super().cancel()
+
+
+def _size_of(leaves: Sequence[Any]) -> int:
+    """About how many bytes an element has."""
+    return sum(leaf.nbytes if hasattr(leaf, "nbytes") else _length(leaf) for leaf in leaves)
+
+
+def _length(leaf: Any) -> int:
+    return len(leaf) if isinstance(leaf, str | bytes) else 64
 
 
 class _InterleaveCursor(Cursor):
@@ -197,16 +245,59 @@ class _InterleaveCursor(Cursor):
         return Chunk.concat(parts) if parts else None
 
     def _part(self, limit: int) -> Chunk | None:
-        """Some elements of one dataset."""
+        """Some elements of one dataset, or of all of them in turn."""
         while (slot := self._current()) is not None:
-            part = slot.read(limit if slot.left < 0 else min(limit, slot.left))
-            if part is None:
+            if not slot.fill(self._share(slot, limit)):
                 self._end(slot)
                 continue
-            self._node.check(slot.node)
+            self._check(slot)
+            rounds = self._rounds(slot, limit)
+            if rounds is not None:
+                return rounds
+            part = slot.take(limit if slot.left < 0 else min(limit, slot.left))
             self._passed(slot, part.count)
             return part
         return None
+
+    def _check(self, slot: _Slot) -> None:
+        if not slot.checked:
+            self._node.check(slot.node)
+            slot.checked = True
+
+    def _share(self, slot: _Slot, limit: int) -> int:
+        """How many of the next `limit` elements are surely from this dataset, if it has so many."""
+        if slot.left < 0:
+            return limit
+        places = self._places()
+        rounds = limit // (len(places) * self._block)
+        return max(min(limit, slot.left), rounds * self._block)
+
+    def _places(self) -> list[_Slot | None]:
+        """The datasets that have a turn, from the current one on; None for one still to be opened."""
+        places = self._slots[self._turn :] + self._slots[: self._turn]
+        return [slot for slot in places if slot is not None] if self._input_ended else places
+
+    def _rounds(self, current: _Slot, limit: int) -> Chunk | None:
+        """Whole rounds of blocks, if every dataset has blocks at hand."""
+        block = self._block
+        if block < 0 or current.left != block or limit < 2 * block:
+            return None
+        slots = [slot for slot in self._places() if slot is not None]
+        rounds = limit // (len(slots) * block)
+        if not rounds or (not self._input_ended and len(slots) < len(self._slots)):
+            return None
+        for slot in slots:
+            if self._any_order and not slot.ready:
+                return None
+            with contextlib.suppress(Exception):  # raised again when it has its turn
+                slot.fill(rounds * block)
+            rounds = min(rounds, slot.at_hand // block)
+            if not rounds:
+                return None
+            self._check(slot)
+        parts = [slot.take(rounds * block) for slot in slots]
+        turns = np.arange(len(slots) * rounds * block).reshape(len(slots), rounds, block)
+        return Chunk.concat(parts).take(turns.transpose(1, 0, 2).reshape(-1))
 
     def _passed(self, slot: _Slot, count: int) -> None:
         if slot.left > 0:

@@ -10,7 +10,6 @@ numbers are just another column. `open_plan` decides; cursors open their inputs 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,21 +109,27 @@ class Cursor:
             cursor.close()
 
 
-def read_exactly(cursor: Cursor, count: int) -> Chunk | None:
+def read_exactly(cursor: Cursor, count: int, held: Chunk | None = None) -> Chunk | None:
     """`count` elements in one chunk, fewer only at the end; None if there are none left.
 
     Damaged data is an end too: what comes before it is given first. It is raised by the next read,
-    because sources raise it again and again.
+    because sources raise it again and again. Whoever stops at an end must therefore read once more.
+
+    Args:
+        cursor: what to read.
+        count: how many elements are wanted.
+        held: elements that were read before, which come first.
     """
-    first = cursor.read(count)
-    if first is None or first.count == count:
-        return first
-    chunks, have = [first], first.count
-    with contextlib.suppress(DataLossError):
+    chunks = [] if held is None else [held]
+    have = 0 if held is None else held.count
+    try:
         while have < count and (chunk := cursor.read(count - have)) is not None:
             chunks.append(chunk)
             have += chunk.count
-    return Chunk.concat(chunks)
+    except DataLossError:
+        if not chunks:
+            raise
+    return Chunk.concat(chunks) if chunks else None
 
 
 # -- nodes -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import InvalidArgumentError, UnbatchedDatasetError
+from phalanx.core.errors import DataLossError, InvalidArgumentError, UnbatchedDatasetError
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column
 from phalanx.data.elements import Ragged, RaggedSpec, leaves_of_spec, map_spec, spec_of
@@ -234,7 +234,12 @@ class _SizedPiecesCursor(PieceCursor):
         wanted, have = sum(sizes), 0
         parts: list[Leaves] = []
         while have < wanted:
-            batch = self._rest if self._rest is not None else _one(self.inputs[0], self._pieces)
+            try:
+                batch = self._rest if self._rest is not None else _one(self.inputs[0], self._pieces)
+            except DataLossError:
+                if not have:
+                    raise
+                break  # what comes before it is given first
             if batch is None:
                 break
             start = self._rows if self._rest is not None else 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.core.errors import DataLossError, InvalidArgumentError
 from phalanx.data.columns import Chunk, Column, Indices
 from phalanx.data.node import (
     INFINITE,
@@ -80,10 +81,11 @@ class _ShuffleCursor(Cursor):
         self._size, self._rng, self._input_size = size, rng, input_size
         self._buffer: Chunk | None = None  # written to, so never handed out
         self._order: Indices | range | None = None  # what is left to leave, once the input has ended
+        self._damage: DataLossError | None = None
 
     def _fill(self) -> None:
         chunks, have = [], 0
-        while have < self._size and (chunk := self.inputs[0].read(self._size - have)) is not None:
+        while have < self._size and (chunk := self._coming(self._size - have)) is not None:
             chunks.append(chunk)
             have += chunk.count
         if not chunks:
@@ -94,6 +96,14 @@ class _ShuffleCursor(Cursor):
             self._draw_order()
         else:
             self._buffer = _own(chunks)
+
+    def _coming(self, limit: int) -> Chunk | None:
+        """The next elements of the input. Damage ends it, and is raised when the buffer is empty."""
+        try:
+            return self.inputs[0].read(limit)
+        except DataLossError as error:
+            self._damage = error
+            return None
 
     def _draw_order(self) -> None:
         """Decide in which order the elements of the buffer leave."""
@@ -119,6 +129,8 @@ class _ShuffleCursor(Cursor):
         leaving, self._order = self._order[:limit], self._order[limit:]
         if not len(leaving):
             self._buffer = None
+            if self._damage is not None:
+                raise self._damage
             return None
         assert self._buffer is not None
         if isinstance(leaving, range):
@@ -127,7 +139,7 @@ class _ShuffleCursor(Cursor):
 
     def _exchange(self, limit: int) -> Chunk | None:
         """Let elements of the input in, and as many out."""
-        coming = self.inputs[0].read(limit)
+        coming = self._coming(limit)
         if coming is None:
             return None
         assert self._buffer is not None
@@ -172,7 +184,12 @@ class _ShuffleCursor(Cursor):
         for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1):
             self.inputs[0].skip(int(run[0]) - position)
             chunk = read_exactly(self.inputs[0], len(run))
-            assert chunk is not None
+            if chunk is None or chunk.count < len(run):
+                self.inputs[0].read(1)  # fails if the input is damaged
+                raise InvalidArgumentError(
+                    "The dataset ended before the position to go on from: it has changed, or has fewer "
+                    f"elements than its cardinality of {self._input_size}."
+                )
             chunks.append(chunk)
             position = int(run[-1]) + 1
         places = np.empty_like(order)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidValueError
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Builder, Chunk, Column, read_only
 from phalanx.data.elements import Ragged, flatten, spec_of, unflatten
@@ -213,11 +213,28 @@ class _GeneratorCursor(Cursor):
             close()
 
 
+def signature_of(dtypes: Any, shapes: Any) -> Any:
+    """An `output_signature` from a nest of dtypes and one of shapes."""
+    leaves, structure = tree_util.tree_flatten(dtypes)
+    try:
+        given = structure.flatten_up_to(shapes)
+        specs = [
+            TensorSpec(tuple(shape), np.dtype(dtype))
+            for dtype, shape in zip(leaves, given, strict=True)
+        ]
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidTypeError(
+            "output_types must be a nest of dtypes, and output_shapes the same nest of tuples of sizes. "
+            f"Received: output_types={dtypes!r}, output_shapes={shapes!r}"
+        ) from error
+    return tree_util.tree_unflatten(structure, specs)
+
+
 def converting(make: Callable[[], Iterable[Any]], dtypes: Any) -> Callable[[], Iterable[Any]]:
     """A generator function whose values are converted to a nest of dtypes."""
 
     def convert(dtype: Any, value: Any) -> Any:
-        return np.asarray(value, np.dtype(dtype))
+        return np.asarray(value, dtype)
 
     def generate() -> Iterable[Any]:
         for value in make():

@@ -20,13 +20,18 @@ T = TypeVar("T")
 PATIENCE = 10.0
 """How many seconds closing waits for a function of the user that is still running."""
 
+MOST_THREADS = 512
+"""How many threads one node of a plan starts, however many calls it may make at a time."""
+
 _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 _Tasks = queue.SimpleQueue["_Task | None"]
 
 
 def threads_for(parallel_calls: int) -> int:
     """How many threads `num_parallel_calls` asks for."""
-    return len(os.sched_getaffinity(0)) if parallel_calls == AUTOTUNE else parallel_calls
+    if parallel_calls == AUTOTUNE:
+        return len(os.sched_getaffinity(0))
+    return min(parallel_calls, MOST_THREADS)
 
 
 class Pool:

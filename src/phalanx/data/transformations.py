@@ -123,11 +123,13 @@ class Transformations(LeafBase):
             deterministic: whether threads keep the order; None for what `Options` say.
             name: ignored.
         """
-        cycle = 16 if cycle_length in (None, checks.AUTOTUNE) else cycle_length
+        cycle = (
+            checks.AUTOTUNE if cycle_length is None else checks.integer(cycle_length, "cycle_length")
+        )
         node = Interleave(
             (self._node,),
             checks.function(map_func, "interleave"),
-            checks.integer(cycle, "cycle_length", 1),
+            16 if cycle == checks.AUTOTUNE else checks.integer(cycle, "cycle_length", 1),
             checks.integer(1 if block_length is None else block_length, "block_length", 1),
             checks.parallelism(num_parallel_calls),
             self._deterministic(deterministic),
@@ -327,7 +329,8 @@ class Transformations(LeafBase):
                 its own. True if not set.
             name: ignored.
         """
-        size = self._node.cardinality if buffer_size in (-1, -2) else buffer_size
+        given = checks.integer(buffer_size, "buffer_size")
+        size = self._node.cardinality if given in (-1, -2) else given
         if size in (-1, -2):
             raise InvalidValueError(
                 "buffer_size must be given, because nobody knows how many elements there are. "
@@ -336,7 +339,7 @@ class Transformations(LeafBase):
         again = reshuffle_each_iteration is None or checks.boolean(
             reshuffle_each_iteration, "reshuffle_each_iteration"
         )
-        size = max(1, size) if buffer_size in (-1, -2) else checks.integer(size, "buffer_size", 1)
+        size = max(1, size) if given in (-1, -2) else checks.integer(size, "buffer_size", 1)
         return self._with(Shuffle((self._node,), size, checks.seed(seed), again))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:

@@ -14,7 +14,7 @@ from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.batching import Batch, BatchCursor, batched_size, stack_leaf
 from phalanx.data.columns import Chunk, Column, read_only
 from phalanx.data.elements import DatasetSpec, Ragged, leaves_of_spec, map_spec
-from phalanx.data.node import UNKNOWN, Cursor, Node, Run, open_plan
+from phalanx.data.node import UNKNOWN, Cursor, Node, Run, open_plan, read_exactly
 from phalanx.data.sources import Slices
 
 
@@ -155,28 +155,19 @@ class _RebatchCursor(Cursor):
 
     def read(self, limit: int) -> Chunk | None:
         """One batch. Batches of no rows may follow the last full one, as in TensorFlow."""
-        if self._ended:
-            return None
-        size = next(self._sizes)
+        size = 1 if self._ended else next(self._sizes)
         if size == 0 and self._nothing is not None:
             return self._nothing
-        if self._held is None:
-            self._held = self.inputs[0].read(max(size, 1))
-        if self._held is None:
+        chunk = read_exactly(self.inputs[0], max(size, 1), self._held)
+        if chunk is None:
             self._ended = True
             return None
         if self._nothing is None:
-            self._nothing = _as_batch(self._held.rows(0, 0))
-        parts = [self._held]
-        have = self._held.count
-        while have < size and (part := self.inputs[0].read(size - have)) is not None:
-            parts.append(part)
-            have += part.count
-        chunk = Chunk.concat(parts)
-        self._held = chunk.rows(size, have) if size < have else None
-        self._ended = have < size
+            self._nothing = _as_batch(chunk.rows(0, 0))
+        self._held = chunk.rows(size, chunk.count) if size < chunk.count else None
+        self._ended = chunk.count < size
         if self._ended and self._drop:
-            return None
+            return self.read(limit)  # behind what is left out is the end, or what is wrong
         return _as_batch(chunk.rows(0, size))
 
 
@@ -241,6 +232,7 @@ class _WindowCursor(Cursor):
             held = self._held
             assert held is not None
             if node.drop_remainder and held.count < node.span:
+                self.inputs[0].read(1)  # fails if it was damage that ended it
                 return
             window = held.take(np.arange(0, min(held.count, node.span), node.stride))
             self._advance(held)
@@ -251,15 +243,7 @@ class _WindowCursor(Cursor):
         if self._gap:
             self.inputs[0].skip(self._gap)
             self._gap = 0
-        held = [] if self._held is None else [self._held]
-        have = sum(chunk.count for chunk in held)
-        while have < self._node.span:
-            chunk = self.inputs[0].read(self._node.span - have)
-            if chunk is None:
-                break
-            held.append(chunk)
-            have += chunk.count
-        self._held = Chunk.concat(held) if held else None
+        self._held = read_exactly(self.inputs[0], self._node.span, self._held)
         return self._held is not None
 
     def _advance(self, held: Chunk) -> None:
