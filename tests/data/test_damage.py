@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.data.workers import Worker, together
 
 import phalanx as px
 
@@ -30,10 +31,9 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drain(iterator: Any) -> list[Any]:
     """What comes before the damage, which is then said again and again."""
-    found = []
+    found: list[Any] = []
     with pytest.raises(px.errors.DataLossError, match=f"record {GOOD}, which starts at byte 500"):
-        while True:
-            found.append(next(iterator))
+        found.extend(iterator)
     with pytest.raises(px.errors.DataLossError):
         next(iterator)
     return found
@@ -101,3 +101,27 @@ def test_replicas_get_what_comes_before(policy: str, ahead: int, damaged: Path) 
     with iter(dist) as iterator:
         steps = [strategy.experimental_local_results(x) for x in drain(iterator)]
     assert [r for parts in steps for part in parts for r in part] == [b"%04d" % i for i in range(GOOD)]
+
+
+def test_other_workers_hear_of_damage(damaged: Path, tmp_path: Path) -> None:
+    """They wait for each other in every step, so that a worker that fails must not fail silently."""
+    fine = tmp_path / "fine"
+    with px.data.TFRecordWriter(str(fine)) as writer:
+        for i in range(40):
+            writer.write(b"%04d" % i)
+
+    def read(worker: Worker) -> tuple[int, str]:
+        files = px.data.TFRecordDataset([str(fine), str(damaged)]).batch(8)
+        steps = 0
+        with iter(worker.experimental_distribute_dataset(files)) as iterator:
+            try:
+                while next(iterator, None) is not None:
+                    steps += 1
+            except px.PhalanxError as error:
+                return steps, f"{type(error).__name__}: {error}"
+        return steps, "no error"
+
+    (steps0, error0), (steps1, error1) = together(2, 1, read)
+    assert steps0 == steps1 == 7
+    assert error0.startswith("AbortedError: The input of worker 1 failed: DataLossError: records is")
+    assert error1.startswith("DataLossError: records is damaged at record 25")

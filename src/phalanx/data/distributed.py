@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import threading
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.core import context as ctx
 from phalanx.core import host_memory
-from phalanx.core.errors import InvalidValueError, OutOfRangeError
+from phalanx.core.errors import AbortedError, InvalidValueError, OutOfRangeError
 from phalanx.core.options import InputOptions
 from phalanx.core.pulls import begins_loop, gives_elements
 from phalanx.data.background import Ahead, AtOnce, Items
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 State = Mapping[str, Any]
+_FAILED = "failed"
 
 
 class DistributedDataset:
@@ -181,11 +183,13 @@ class _Production:
         self._given_up = threading.Event()
 
     def __call__(self) -> Iterator[tuple[Any, Step | None]]:
-        feed = self._feed = self._open_feed()
+        with self._failing_together():
+            feed = self._feed = self._open_feed()
         nothing: Step | None = None
         try:
             while not self._given_up.is_set():
-                step = feed.next()
+                with self._failing_together():
+                    step = feed.next()
                 anybody, even = self._agree(step)
                 if not anybody:
                     return
@@ -197,6 +201,16 @@ class _Production:
         finally:
             feed.close()
 
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Let the other workers know of a failure: they wait for this one in every step."""
+        try:
+            yield
+        except Exception as error:
+            if self._meet is not None and not self._given_up.is_set():
+                self._meet({_FAILED: f"{type(error).__name__}: {error}"}, self._given_up)
+            raise
+
     def _agree(self, step: Step | None) -> tuple[bool, bool]:
         """Whether any worker has rows, and whether all have rows of the same shapes.
 
@@ -205,6 +219,9 @@ class _Production:
         if self._meet is None:
             return step is not None, True
         said = self._meet(None if step is None else step.shapes(), self._given_up)
+        for worker, what in enumerate(said):
+            if isinstance(what, dict):
+                raise AbortedError(f"The input of worker {worker} failed: {what[_FAILED]}")
         shapes = {json.dumps(s) for s in said}
         return shapes != {"null"}, len(shapes) == 1 and said[0] != []
 

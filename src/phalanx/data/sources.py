@@ -215,6 +215,7 @@ class _GeneratorCursor(Cursor):
 
 def signature_of(dtypes: Any, shapes: Any) -> Any:
     """An `output_signature` from a nest of dtypes and one of shapes."""
+    structure: Any
     leaves, structure = tree_util.tree_flatten(dtypes)
     try:
         given = structure.flatten_up_to(shapes)
@@ -224,7 +225,7 @@ def signature_of(dtypes: Any, shapes: Any) -> Any:
         ]
     except (TypeError, ValueError, KeyError) as error:
         raise InvalidTypeError(
-            "output_types must be a nest of dtypes, and output_shapes the same nest of tuples of sizes. "
+            "output_types must be a nest of dtypes, and output_shapes the same nest of shapes. "
             f"Received: output_types={dtypes!r}, output_shapes={shapes!r}"
         ) from error
     return tree_util.tree_unflatten(structure, specs)
