@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -270,3 +271,43 @@ def test_a_mapping_is_no_iterable_of_batches() -> None:
         distributed(Lazy())
     (element,) = distributed([Lazy()])
     assert parts(element["x"]) == [[0], [1]]
+
+
+def test_rows_instead_of_batches_are_refused_by_name() -> None:
+    """As a Hugging Face dataset yields them if nobody batches it."""
+    rows = [{"x": 1, "text": "a"}, {"x": 2, "text": "b"}]
+    dist = px.MirroredStrategy(["CPU:0", "CPU:1"]).experimental_distribute_dataset(rows)
+    with pytest.raises(px.errors.UnbatchedDatasetError, match="Call dataset"):
+        _ = dist.element_spec
+    with pytest.raises(px.errors.UnbatchedDatasetError, match="Call dataset"):
+        next(iter(dist))
+
+
+class EndlessTf:
+    """An endless dataset as tf.data has it: no length, but a cardinality."""
+
+    def __len__(self) -> int:
+        raise TypeError("The dataset is infinite.")
+
+    def cardinality(self) -> np.int64:
+        return np.int64(-1)
+
+    def __iter__(self) -> Any:
+        while True:
+            yield np.arange(4)
+
+
+class EndlessGrain(EndlessTf):
+    """An endless dataset as Grain has it: of the largest length there is."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+
+@pytest.mark.parametrize("source", [EndlessTf(), EndlessGrain()])
+def test_endless_loaders_are_known_to_be_endless(source: Any) -> None:
+    dist = px.MirroredStrategy(["CPU:0", "CPU:1"]).experimental_distribute_dataset(source)
+    assert dist.cardinality == px.data.INFINITE_CARDINALITY
+    assert "endlessly many global batches" in dist.describe()
+    with pytest.raises(px.errors.InvalidValueError, match="endless dataset has no epoch"):
+        px.data.audit(dist)

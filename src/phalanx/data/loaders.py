@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from jax import tree_util
 from phalanx.core.errors import InvalidOperandError, InvalidValueError, StructureMismatchError
 from phalanx.data.columns import Chunk
 from phalanx.data.elements import as_leaf, spec_of, unflatten
-from phalanx.data.node import UNKNOWN, Cursor, Node, Run
+from phalanx.data.node import INFINITE, UNKNOWN, Cursor, Node, Run
 
 
 @dataclass
@@ -66,11 +67,14 @@ class Loader(Node):
 
     @property
     def cardinality(self) -> int:
-        """The length, if the iterable has one."""
+        """The length, if the iterable has one; tf.data and Grain also tell endless ones."""
         try:
-            return len(self.source)
+            length = len(self.source)
         except TypeError:
-            return UNKNOWN
+            cardinality = getattr(self.source, "cardinality", None)
+            endless = callable(cardinality) and int(cardinality()) == INFINITE
+            return INFINITE if endless else UNKNOWN
+        return INFINITE if length >= sys.maxsize else length
 
     def open(self, run: Run) -> Cursor:
         """Begin to iterate."""

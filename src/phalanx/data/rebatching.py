@@ -66,6 +66,7 @@ class Pieces(Node):
     def spec(self, *inputs: Any) -> Any:
         """A batch's spec, with the size of a piece if all have one."""
         parts = self.workers * self.replicas
+        check_rows(inputs[0], parts)
 
         def of_piece(rows: int | None) -> int | None:
             return rows // parts if rows is not None and rows % parts == 0 else None
@@ -181,6 +182,7 @@ class SizedPieces(Node):
 
     def spec(self, *inputs: Any) -> Any:
         """A batch's spec, with the size of a piece if all have one."""
+        check_rows(inputs[0], len(self.steps[0]))
         sizes = {size for step in self.steps for size in step}
         whole = sum(map(sum, self.steps)) // len(self.steps)
 
@@ -280,6 +282,12 @@ def unbatched(pieces: int, received: Any) -> UnbatchedDatasetError:
         "dataset.batch(global_batch_size) before distributing it. "
         f"Received: elements of {received}"
     )
+
+
+def check_rows(spec: Any, pieces: int) -> None:
+    """Refuse elements that have no rows to divide."""
+    if not all(leaf.shape for leaf in leaves_of_spec(spec)):
+        raise unbatched(pieces, spec)
 
 
 def with_rows(spec: Any, rows: int | None) -> Any:
