@@ -343,3 +343,9 @@ def test_batches_of_any_size_are_expected_after_the_first() -> None:
     assert batches.map(lambda x: x.sum()).element_spec.shape == ()
     full = px.data.Dataset.range(8).batch(4, drop_remainder=True)
     assert full.map(lambda x: x * 2).element_spec.shape == (4,)
+
+
+def test_vectorized_functions_get_arrays_wherever_shapes_agree() -> None:
+    """A shuffle that holds batches of different sizes hands them on one by one."""
+    batches = D.range(3).batch(2).shuffle(1).map(lambda x: x * 2, vectorized=True)
+    assert [x.tolist() for x in batches] == [[0, 2], [4]]

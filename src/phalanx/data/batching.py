@@ -261,6 +261,7 @@ def _check_shape(shape: Any, spec: TensorSpec) -> tuple[int | None, ...]:
     if shape is None:
         return (None,) * rank
     shape = getattr(shape, "shape", shape)
+    dims: tuple[Any, ...]
     dims = tuple(shape) if isinstance(shape, Sequence | np.ndarray) else (shape,)
     if len(dims) != rank or not all(map(_is_dim, dims)):
         raise InvalidValueError(

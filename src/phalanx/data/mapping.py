@@ -11,7 +11,7 @@ from jax import tree_util
 
 from phalanx.core.errors import InvalidTypeError
 from phalanx.core.tensor_spec import TensorSpec
-from phalanx.data.columns import Builder, Chunk, Column
+from phalanx.data.columns import Builder, Chunk, Column, stack
 from phalanx.data.elements import Ragged
 from phalanx.data.functions import Form, Function, caller, function_error
 from phalanx.data.node import (
@@ -123,7 +123,7 @@ class _Apply:
     def _whole(self, chunk: Chunk, start: int, call: Callable[[Sequence[Any]], Any]) -> Outcome:
         where = f"elements {start} to {start + chunk.count - 1}"
         try:
-            value = call([Ragged(c) if isinstance(c, list) else c for c in chunk.columns])
+            value = call([_as_argument(column) for column in chunk.columns])
         except Exception as error:  # noqa: BLE001 - raised after what came before
             failure = function_error("map", where, error)
             failure.__cause__ = error
@@ -133,6 +133,12 @@ class _Apply:
         except Exception as error:  # noqa: BLE001 - raised after what came before
             return Outcome(None, error)
         return Outcome(Chunk([_as_column(leaf) for leaf in leaves], chunk.count), None)
+
+
+def _as_argument(column: Column) -> Any:
+    """A column as functions get it: an array if all elements have one shape."""
+    column = stack(column) if isinstance(column, list) else column
+    return Ragged(column) if isinstance(column, list) else column
 
 
 def _as_column(leaf: Any) -> Column:
