@@ -278,7 +278,7 @@ def _check_shape(shape: Any, spec: TensorSpec) -> tuple[int | None, ...]:
 
 
 def _is_dim(size: Any) -> bool:
-    return size is None or (isinstance(size, int | np.integer) and abs(size) <= sys.maxsize)
+    return size is None or (isinstance(size, int | np.integer) and abs(int(size)) <= sys.maxsize)
 
 
 def _check_value(value: Any, spec: TensorSpec) -> Any:
