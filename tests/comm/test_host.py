@@ -201,6 +201,19 @@ def test_narrow_numbers_are_rounded_once() -> None:
     assert whole.tolist() == [9]
 
 
+@pytest.mark.parametrize("length", [100, 500_000])  # at once, and in pieces
+def test_sums_are_made_in_the_order_of_the_group(length: int) -> None:
+    rng = np.random.default_rng(0)
+    rows = list((rng.standard_normal((3, length)) * 10.0 ** rng.integers(-3, 9)).astype(np.float32))
+    order = (2, 0, 1)
+    wanted = (rows[2] + rows[0]) + rows[1]
+    assert (wanted != (rows[0] + rows[1]) + rows[2]).any()
+    with gang(3) as ranks:
+        work = lambda r: ranks.operation(r, "sum", order=order).reduce(rows[r], SUM)  # noqa: E731
+        for result in ranks.run(work):
+            assert result.tobytes() == wanted.tobytes()
+
+
 def test_arrays_of_jax_are_not_copied_on_their_way_in_and_out() -> None:
     x = jnp.arange(1000, dtype=jnp.float32)
     assert host._host(x).ctypes.data == x.unsafe_buffer_pointer()
