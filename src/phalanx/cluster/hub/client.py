@@ -315,10 +315,9 @@ class Member:
         seconds = worker_deadline() if timeout is None else timeout
         with self._changed:
             self._changed.wait_for(lambda: done() or self._failure is not None, seconds)
-        if done():
-            return
-        self.check()
-        raise self._late(site, seconds)
+        self.check()  # first: what is done after a failure was done without those who are gone
+        if not done():
+            raise self._late(site, seconds)
 
     def _late(self, site: str, seconds: float) -> PhalanxError:
         """Let the hub say who is late, on all workers."""
