@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax.numpy as jnp
@@ -229,8 +230,8 @@ class OnHost:
             out: where the result may be put.
         """
         data = _host(x)
-        starts = np.cumsum([0, *inputs])
-        blocks = [data[starts[i] : starts[i + 1]] for i in range(len(inputs))]
+        ends = accumulate(inputs)
+        blocks = [data[end - n : end] for n, end in zip(inputs, ends, strict=True)]
         transfer = self._transfer()
         for rank, block in zip(self._ranks, blocks, strict=True):
             if rank in self._others:
@@ -243,10 +244,9 @@ class OnHost:
             values = self._values(transfer)
             check(values)
             counts = [sent[self._me] for sent, _ in values]
-            ends = np.cumsum(counts)
             rows = _room((sum(counts), *data.shape[1:]), data.dtype, _apart(out, [data]))
             results.append(rows)
-            for rank, n, end in zip(self._ranks, counts, ends, strict=True):
+            for rank, n, end in zip(self._ranks, counts, accumulate(counts), strict=True):
                 if rank in self._others:
                     transfer.expect(rank, _bytes(rows[end - n : end]))
                 else:
