@@ -164,3 +164,55 @@ def test_garbage_on_one_worker_does_not_matter(cluster: px.testing.MultiProcess)
 
     n = cluster.run(lambda: strategy().num_replicas_in_sync)[0]
     assert cluster.run(with_garbage) == [2.0 * n] * len(cluster.names)
+
+
+def test_workers_tell_what_they_are_doing(cluster: px.testing.MultiProcess) -> None:
+    """The phases that the others see, and the number of steps."""
+
+    def seen() -> tuple[list[str], int]:
+        s = strategy()
+        status = s.extended._connection.member.status  # type: ignore[attr-defined]
+        phases: list[str] = []
+
+        def note(*_: Any, **__: Any) -> None:
+            phases.append(status.phase)
+
+        def rows() -> Any:
+            for i in range(3):
+                note()
+                yield np.full(s.num_replicas_in_sync, i, np.float32)
+
+        def step(x: jax.Array) -> jax.Array:
+            note()
+            return px.get_replica_context().all_reduce("sum", x.sum())
+
+        def compiled(event: str, *_: Any, **__: Any) -> None:
+            if "backend_compile" in event:
+                note()
+
+        options = px.InputOptions(experimental_per_replica_buffer_size=0)
+        data = s.distribute_datasets_from_function(
+            lambda c: px.data.Dataset.from_generator(
+                rows, output_signature=px.TensorSpec((None,), np.float32)
+            ),
+            options,
+        )
+        batch = next(iter(data))
+        before = status.step
+        run = px.function(lambda x: s.reduce("sum", s.run(step, args=(x,)), axis=None))
+        jax.monitoring.register_event_duration_secs_listener(compiled)
+        try:
+            for _ in range(3):
+                run(batch)
+            s.run(step, args=(batch,))
+        finally:
+            jax.monitoring.unregister_event_duration_listener(compiled)
+        note()
+        return phases, status.step - before
+
+    for phases, steps in cluster.run(seen):
+        assert phases[0] == "input"
+        assert "trace" in phases
+        assert "compile" in phases
+        assert phases[-1] == "step"
+        assert steps == 4

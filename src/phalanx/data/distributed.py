@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core import context as ctx
-from phalanx.core import host_memory
+from phalanx.core import host_memory, phases
 from phalanx.core.errors import AbortedError, InvalidValueError, OutOfRangeError
 from phalanx.core.options import InputOptions
 from phalanx.core.pulls import begins_loop, gives_elements
@@ -328,7 +328,8 @@ class DistributedIterator:
             return False, None
         if self._items is None:
             self._items = self._open()
-        item = self._items.get()
+        with phases.phase("input"):
+            item = self._items.get()
         if item is None:
             self.close()
             return False, None

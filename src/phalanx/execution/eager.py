@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from phalanx.core import compat
+from phalanx.core import compat, phases
 from phalanx.core import context as ctx
 from phalanx.core.callsite import CallSite, call_site, where_is
 from phalanx.core.deadlines import replica_patience
@@ -49,8 +49,10 @@ def run_replicas(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Call `fn` once per replica and join the results."""
-    results = EagerRun(strategy, devices, replica_ids, fn, args, kwargs).execute()
     span = strategy.extended._span
+    if span is not None:
+        phases.count_steps()
+    results = EagerRun(strategy, devices, replica_ids, fn, args, kwargs).execute()
     return results[0] if len(results) == 1 and span is None else regroup(results, span=span)
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import compat, lifting, pulls
+from phalanx.core import compat, lifting, phases, pulls
 from phalanx.core import context as ctx
 from phalanx.core.host_memory import expect_model
 from phalanx.core.structure import leaves, replace_leaves
@@ -144,6 +144,7 @@ class Program:
         self._looped = jax.jit(looped, donate_argnums=0)
         self._device = used.device
         self._spans_workers = used.spans_workers
+        self._ready: list[Any] = []  # what has been compiled
         self._serial = next(_serials)
         self._wrappers = [_wrapper(variable) for variable in self.written]
         expect_model([*self.written, *self.read])
@@ -168,30 +169,41 @@ class Program:
 
         shapes = [_shape_of(v) for v in variables]
         arguments = [compat.shape_of(x) for x in call.arrays]
-        with explained():
+        with phases.phase("trace"), explained():
             closed, _ = lifting.tracing(lambda: compat.jaxpr_and_result(staged, shapes, arguments))
         used: lifting.Lifting = box["used"]
         return used.made or Program(closed, variables, used, box["result"], name)
 
     def run(self, arrays: list[Any]) -> Any:
         """Read the variables, run the program, write them back."""
-        return self._result.rebuild(self._dispatch(self._compiled, arrays))
+        return self._result.rebuild(self._dispatch(self._compiled, arrays, 1))
 
     def run_loop(self, columns: list[list[Any]]) -> Callable[[int], Any]:
         """Run the program once per element of each column; gives a function from step to result."""
         stacked = [jnp.stack(column) for column in columns]
-        outputs = self._dispatch(self._looped, stacked)
+        outputs = self._dispatch(self._looped, stacked, len(columns[0]) if columns else 1)
         return lambda step: self._result.rebuild([x[step] for x in outputs])
 
-    def _dispatch(self, compiled: Callable[..., Any], arrays: list[Any]) -> list[jax.Array]:
+    def _dispatch(self, compiled: Any, arrays: list[Any], steps: int) -> list[jax.Array]:
         with jax.default_device(self._device) if self._device is not None else nullcontext():
             inputs = self._inputs(arrays)
-            meeting = self._meeting(compiled, inputs) if self._spans_workers else None
+            meeting = None
+            if self._spans_workers:
+                meeting = self._meeting(compiled, inputs)
+                self._compile(compiled, inputs)
+                phases.count_steps(steps)
             outputs, values = THROTTLE.dispatch(compiled, *inputs, meeting=meeting)
         for variable, wrap, value in zip(self.written, self._wrappers, values, strict=True):
             variable._value = wrap(value)
             variable._exclusive = True
         return outputs
+
+    def _compile(self, compiled: Any, inputs: tuple[list[Any], list[Any], list[Any]]) -> None:
+        """Compile before other workers are met, so that they can see what they wait for."""
+        if compiled not in self._ready:
+            with phases.phase("compile"):
+                compiled.lower(*inputs).compile()
+            self._ready.append(compiled)
 
     def _meeting(self, compiled: Any, inputs: tuple[list[Any], list[Any], list[Any]]) -> Meeting:
         """What other workers must run too."""

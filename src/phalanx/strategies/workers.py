@@ -12,6 +12,7 @@ from phalanx.cluster import bootstrap
 from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.status import Waiting
 from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.core import phases
 from phalanx.core.errors import ContextError
 from phalanx.execution.meetings import Meeting
 from phalanx.execution.throttle import THROTTLE
@@ -35,6 +36,7 @@ def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap
             return connection
         connection = bootstrap.connect(resolver, deadline=deadline)
         THROTTLE.ledger = WorkerLedger(connection.member)
+        phases.watched_by(connection.member.status)
         _connected.append((who, connection))
         return connection
 
