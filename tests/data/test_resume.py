@@ -219,7 +219,16 @@ def test_workers_with_rows_of_their_own_go_on_as_themselves(at: int, mapped: boo
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, 3, {}, {"epoch": 0, "index": 0}, {"epoch": 0, "index": "1", "seed": 2}]
+    "wrong",
+    [
+        None,
+        3,
+        {},
+        {"epoch": 0, "index": 0},
+        {"epoch": 0, "index": "1", "seed": 2},
+        {"epoch": 0, "index": -1, "seed": 2},
+        {"epoch": True, "index": 0, "seed": 2},
+    ],
 )
 def test_wrong_positions(wrong: Any) -> None:
     it = iter(mirrored(2).experimental_distribute_dataset(shuffled()))

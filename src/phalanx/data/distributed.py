@@ -19,7 +19,7 @@ from phalanx.data.background import Ahead, AtOnce, Items
 from phalanx.data.delivery import Delivery
 from phalanx.data.elements import leaves_of_spec, structure_of
 from phalanx.data.feeding import Feed, Feeds, Step
-from phalanx.data.iterator import Epochs
+from phalanx.data.iterator import Epochs, check_state
 from phalanx.data.node import INFINITE, Node, Run
 from phalanx.data.optional import Optional
 from phalanx.data.place import Place
@@ -396,13 +396,7 @@ class DistributedIterator:
 
 
 def _check_state(state: Any, place: Place, division: Division) -> None:
-    numbers = {"epoch", "index", "seed"}
-    right = isinstance(state, Mapping) and all(isinstance(state.get(key), int) for key in numbers)
-    if not right:
-        raise InvalidValueError(
-            "A position has the keys epoch, index and seed with whole numbers, as state() returns it. "
-            f"Received: {state!r}"
-        )
+    check_state(state)
     if state.get("rows") and (division.policy == "DATA" or division.batch is None):
         raise InvalidValueError(
             "The position is in the middle of a batch, because it comes from an input that is cut by "
