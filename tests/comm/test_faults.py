@@ -13,6 +13,10 @@ import pytest
 import phalanx as px
 
 
+def cluster_of(workers: int, **env: str) -> px.testing.MultiProcess:
+    return px.testing.MultiProcess(workers=workers, env=env, preload=["phalanx"])
+
+
 def outcome(call: Any) -> tuple[str, str]:
     try:
         call()
@@ -54,7 +58,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("what", SHOWN)
 def test_a_mismatch_is_one_error_on_all_ranks(what: str) -> None:
-    with px.testing.MultiProcess(workers=2) as cluster:
+    with cluster_of(2) as cluster:
         found = cluster.run(different, what)
     assert [kind for kind, _ in found] == ["CollectiveMismatchError"] * 2
     for _, text in found:
@@ -72,7 +76,20 @@ OPERATIONS: dict[str, Any] = {
     "scatter_tensor": lambda c, later: c.scatter_tensor(LARGE, 1, async_op=later),
     "reduce_scatter_tensor": lambda c, later: c.reduce_scatter_tensor(LARGE, async_op=later),
     "all_to_all_single": lambda c, later: c.all_to_all_single(LARGE, async_op=later),
+    "reduce": lambda c, later: c.reduce(LARGE, 1, async_op=later),
+    "all_reduce_coalesced": lambda c, later: c.all_reduce_coalesced([LARGE, LARGE], async_op=later),
+    "all_gather_into_tensor": lambda c, later: c.all_gather_into_tensor(LARGE, async_op=later),
+    "gather_into_tensor": lambda c, later: c.gather_into_tensor(LARGE, 1, async_op=later),
+    "scatter": lambda c, later: c.scatter(
+        [LARGE] * 3 if c.get_rank() == 1 else None, 1, async_op=later
+    ),
+    "reduce_scatter": lambda c, later: c.reduce_scatter([LARGE] * 3, async_op=later),
+    "all_to_all": lambda c, later: c.all_to_all([LARGE] * 3, async_op=later),
+    "all_reduce_": lambda c, later: c.all_reduce_(LARGE.copy(), async_op=later),
     "recv": lambda c, later: c.irecv(LARGE, 1) if later else c.recv(LARGE, 1 if c.get_rank() else 2),
+    "barrier": lambda c, later: None if later else c.barrier(),
+    "all_gather_object": lambda c, later: None if later else c.all_gather_object({"a": 1}),
+    "broadcast_object_list": lambda c, later: None if later else c.broadcast_object_list([1], 1),
 }
 
 
@@ -95,7 +112,7 @@ def die_inside(name: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_rank_that_dies_inside_of_an_operation(name: str) -> None:
-    with px.testing.MultiProcess(workers=3) as cluster:
+    with cluster_of(3) as cluster:
         outcomes = cluster.start(die_inside, name).results(timeout=60)
     for i in (0, 2):
         kind, text, seconds = outcomes[i].value
@@ -121,7 +138,9 @@ def never_come(how: str) -> tuple[str, str, float]:
                 return type(error).__name__, str(error), time.monotonic() - begin
     call = {
         "barrier": lambda: c.barrier(timeout=1.0),
-        "recv": lambda: c.recv(np.float32([1]), 2) if rank == 0 else c.barrier(c.new_group([0, 1])),
+        "recv": lambda: (
+            c.recv(np.float32([1]), 2) if rank == 0 else c.barrier(c.new_group([0, 1]), timeout=20)
+        ),
         "other group": lambda: c.all_reduce(
             np.float32([1]), group=c.new_group([0, 2] if rank == 0 else [0, 1])
         ),
@@ -131,7 +150,7 @@ def never_come(how: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("how", ["barrier", "recv", "other group"])
 def test_a_rank_that_never_comes_is_named(how: str) -> None:
-    with px.testing.MultiProcess(workers=3, env={"PHALANX_DEADLINE": "2"}) as cluster:
+    with cluster_of(3, PHALANX_DEADLINE="2") as cluster:
         found = cluster.run(never_come, how)
     assert [kind for kind, _, _ in found] == ["DeadlineExceededError"] * 3
     # Ranks of two groups that wait for each other are late alike.
@@ -151,7 +170,7 @@ def raise_at_wait() -> list[Any]:
 
 
 def test_the_error_is_raised_at_wait_once_with_the_line_of_the_launch() -> None:
-    with px.testing.MultiProcess(workers=2) as cluster:
+    with cluster_of(2) as cluster:
         found = cluster.run(raise_at_wait)
     for kind, text, again, exception in found:
         assert kind == exception == "CollectiveMismatchError"
@@ -166,5 +185,5 @@ def meet_first() -> str:
 
 
 def test_workers_that_have_not_met() -> None:
-    with px.testing.MultiProcess(workers=2) as cluster:
+    with cluster_of(2) as cluster:
         assert cluster.run(meet_first) == ["FailedPreconditionError"] * 2
