@@ -10,6 +10,7 @@ from phalanx.core.devices import (
     set_logical_device_configuration,
 )
 from phalanx.core.host_memory import retain_host_memory
+from phalanx.core.transactions import protect_variables
 
 __all__ = [
     "LogicalDevice",
@@ -18,6 +19,7 @@ __all__ = [
     "get_logical_device_configuration",
     "list_logical_devices",
     "list_physical_devices",
+    "protect_variables",
     "retain_host_memory",
     "set_logical_device_configuration",
 ]

@@ -361,6 +361,14 @@ def used_part(jaxpr: Any) -> Any:
     return _pe.dce_jaxpr(jaxpr, True)[0]
 
 
+def calls_python(jaxpr: Any) -> bool:
+    """Whether a program calls functions outside of XLA, which can fail while it runs."""
+    names = (eqn.primitive.name for eqn in jaxpr.eqns)
+    if any("callback" in name or name in ("debug_print", "ffi_call") for name in names):
+        return True
+    return any(calls_python(inner) for eqn in jaxpr.eqns for inner in sub_jaxprs(eqn))
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an atom of a jaxpr is a constant rather than a variable."""
     return isinstance(atom, _core.Literal)

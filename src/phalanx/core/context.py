@@ -26,14 +26,12 @@ class Mode:
     """One entry of a thread's stack.
 
     `replica_context` is None in cross-replica context. `update_index` is set while
-    `StrategyExtended.update` works on one copy of a variable; `journal` then keeps the old values of
-    the variables that were written, so that a failed update can be undone.
+    `StrategyExtended.update` works on one copy of a variable.
     """
 
     strategy: Strategy
     replica_context: ReplicaContext | None = None
     update_index: int | None = None
-    journal: dict[Any, Any] | None = None
 
 
 class _ThreadState(threading.local):

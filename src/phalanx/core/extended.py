@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from phalanx.core import context as ctx
-from phalanx.core import lifting
+from phalanx.core import lifting, transactions
 from phalanx.core.checks import check_numeric, check_variable
 from phalanx.core.combining import Combiner, Communicator
 from phalanx.core.destinations import destination_devices
@@ -346,19 +346,18 @@ class StrategyExtended:
             )
         if isinstance(var, MirroredVariable | AggregatingVariable):
             args, kwargs = map_nest(lambda x: _agreed(x, var), (args, kwargs))
-        journal: dict[Any, Any] = {}
-        results = []
-        try:
+
+        def on_copies() -> list[Any]:
+            results = []
             for i, component in enumerate(copies):
-                mode = ctx.Mode(self._strategy, update_index=i, journal=journal)
+                mode = ctx.Mode(self._strategy, update_index=i)
                 with ctx.push(mode), _on(component._device):
                     mine = select_replica(i, (args, kwargs))
                     results.append(fn(component, *mine[0], **mine[1]))
-        except BaseException:
-            for variable, old in journal.items():
-                variable._value = old
-            raise
-        return _grouped(results, group)
+            return results
+
+        traced = lifting.current() is not None
+        return _grouped(on_copies() if traced else transactions.atomically(on_copies), group)
 
     def update_non_slot(
         self,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import compat, lifting
+from phalanx.core import compat, lifting, transactions
 from phalanx.core import context as ctx
 from phalanx.core.devices import device_name
 from phalanx.core.errors import ContextError, InternalError, InvalidTypeError, InvalidValueError
@@ -184,8 +184,14 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
                 "which would freeze its present value into the program. Give the value to the function "
                 "as an argument, or use px.function in place of jax.jit."
             )
-        self._exclusive = False  # whoever asked may keep it
-        return self._value
+        step = transactions.current()
+        return self._committed() if step is None else step.held(self)
+
+    def _committed(self) -> Any:
+        """What the variable held after the latest step."""
+        with transactions.STATE:
+            self._exclusive = False  # the caller may keep it
+            return self._value
 
     def _check_access(self, what: str) -> None:
         """Refuse use in a foreign strategy's scope; plain variables can be used anywhere."""
@@ -278,14 +284,20 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         value = compat.primal_value(value)
         if not isinstance(value, DistributedValues):
             value = self._checked(method, value)
-        return self._update(method, value)
+        return self._update_in_step(method, value)
 
     def _scatter(self, method: str, slices: IndexedSlices, kwargs: dict[str, Any]) -> Any:
         _check_update_kwargs(method, kwargs)
         self._check_access(f"Variable.{method} of {self.name!r}")
         what = f"Variable.{method} of {self.name!r}"
         checked = checked_slices(slices, self.shape, what)
-        return self._update(method, checked)
+        return self._update_in_step(method, checked)
+
+    def _update_in_step(self, method: str, operand: Any) -> Any:
+        """Apply an update as a part of the current step, or as a step of its own."""
+        if transactions.current() is not None or lifting.current() is not None:
+            return self._update(method, operand)
+        return transactions.atomically(self._update, method, operand)
 
     def _update(self, method: str, operand: Any) -> Any:
         """Apply an update; what that means in which context is the kind's business."""
@@ -298,7 +310,7 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         self._set(new if self._device is None else place(new, self._device))
 
     def _set(self, held: Any) -> None:
-        """Replace what the variable holds, noting the old value where an update may be undone."""
+        """Replace what the variable holds at this point of a program or a step."""
         program = lifting.current()
         if program is not None:
             program.set(self, held)
@@ -306,17 +318,18 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
             self._set_now(held)
 
     def _set_now(self, held: Any) -> None:
-        """Replace what the variable really holds."""
+        """Replace what the variable holds at this point of an eager step."""
         if compat.is_staging() or any(map(compat.is_tracer, getattr(held, "values", (held,)))):
             raise ContextError(
                 f"Variable {self.name!r} was written while JAX staged a function (jax.jit, lax.scan, "
                 "…), where values are not known yet. Return the new value from that function and "
                 "assign it outside, or use px.function in place of jax.jit."
             )
-        journal = ctx.current_mode().journal
-        if journal is not None:
-            journal.setdefault(self, self._value)
-        self._value = held
+        step = transactions.current()
+        if step is None:
+            transactions.atomically(self._set_now, held)
+        else:
+            step.set(self, held)
 
     def _checked(self, method: str, value: Any) -> Any:
         """Require that a value fits in dtype and shape; returns it as it is.

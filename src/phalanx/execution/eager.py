@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from phalanx.core import compat, phases
+from phalanx.core import compat, phases, transactions
 from phalanx.core import context as ctx
 from phalanx.core.callsite import CallSite, call_site, where_is
 from phalanx.core.deadlines import replica_patience
 from phalanx.core.devices import short_name
 from phalanx.core.errors import DeadlineExceededError, MergeMismatchError, ReplicaAborted
+from phalanx.core.interrupts import Bell, start
 from phalanx.core.regrouping import regroup
 from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
 from phalanx.core.values import select_replica
@@ -52,7 +53,11 @@ def run_replicas(
     span = strategy.extended._span
     if span is not None:
         phases.count_steps()
-    results = EagerRun(strategy, devices, replica_ids, fn, args, kwargs).execute()
+
+    def execute() -> list[Any]:
+        return EagerRun(strategy, devices, replica_ids, fn, args, kwargs).execute()
+
+    results = transactions.atomically(execute)
     return results[0] if len(results) == 1 and span is None else regroup(results, span=span)
 
 
@@ -84,7 +89,7 @@ class _Replica:
         # What it waits for outside of merge points.
         self.wait: Wait | None = None
         self.thread: threading.Thread | None = None
-        self.baton = threading.Semaphore(0)
+        self.baton = Bell()
 
     def __str__(self) -> str:
         return f"replica {self.index} ({short_name(self.device)})"
@@ -126,7 +131,7 @@ class EagerRun:
             )
             for i, (device, replica_id) in enumerate(zip(devices, replica_ids, strict=True))
         ]
-        self._baton = threading.Semaphore(0)  # handed to the caller's thread
+        self._baton = Bell()  # handed to the caller's thread
         self._aborted = False
         self._failure: BaseException | None = None
         self._merge_error: BaseException | None = None
@@ -286,9 +291,9 @@ class EagerRun:
                 name=f"phalanx-replica-{replica.index}",
                 daemon=True,
             )
-            replica.thread.start()
+            start(replica.thread)
         else:
-            replica.baton.release()
+            replica.baton.ring()
         self._await(replica)
         if replica.error is not None:
             self._fail(replica.error)
@@ -305,13 +310,13 @@ class EagerRun:
             replica.error = error
         finally:
             replica.status = _Status.DONE
-            self._baton.release()
+            self._baton.ring()
 
     def _await(self, replica: _Replica) -> None:
         """Wait until a replica hands the baton back; warn, and in the end give up."""
         patience = replica_patience()
         started = time.monotonic()
-        while not self._baton.acquire(timeout=patience.warn_after):
+        while not self._baton.wait(patience.warn_after):
             waited = time.monotonic() - started
             where = where_is(replica.thread.ident if replica.thread else None)
             text = (
@@ -333,9 +338,9 @@ class EagerRun:
     def _hand_over(self, replica: _Replica, status: _Status) -> None:
         """Give the baton to the caller's thread, and wait until it comes back."""
         replica.status = status
-        self._baton.release()
-        while not replica.baton.acquire(timeout=1.0):
-            if not self._caller.is_alive():
+        self._baton.ring()
+        while not replica.baton.wait(1.0):
+            if self._aborted or not self._caller.is_alive():
                 raise ReplicaAborted
         if self._aborted:
             raise ReplicaAborted
@@ -352,10 +357,9 @@ class EagerRun:
         """Unwind every replica that still waits, and let no thread outlive the run."""
         self._aborted = True
         for replica in replicas:
-            if replica.thread is not None:
-                replica.baton.release()
+            replica.baton.ring()
         for replica in replicas:
-            if replica.thread is not None:
+            if replica.thread is not None and replica.thread.ident is not None:
                 replica.thread.join(timeout=5.0)
                 if replica.thread.is_alive():
                     _log.warning(

@@ -14,17 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.core import compat, pulls
+from phalanx.core import compat, pulls, transactions
 from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.structure import leaves
 from phalanx.core.tensor_spec import TensorSpec
+from phalanx.core.turns import Turn, Turns
 from phalanx.core.variables import Variable
 from phalanx.execution.program import Call, Program
 from phalanx.execution.taking import Source, Taken
 from phalanx.execution.variance import differing_marks
 
 _log = logging.getLogger("phalanx")
+_LOOPS = "it loops over a dataset or an iterator"
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Function:
         self.python_function = python_function
         self.input_signature = None if input_signature is None else tuple(input_signature)
         self._programs: dict[Any, tuple[Program | str, Any]] = {}
+        self._tracing = Turns(f"trace {self.__name__}")
         self._sources: dict[Any, tuple[Source, ...]] = {}
         self.unbound: Function | None = None
         self._on_replicas: dict[int, tuple[Any, Function]] = {}
@@ -72,7 +75,9 @@ class Function:
         if found.program is not None:
             return found.program.run(found.arrays)
         with found.taken.given(tracing=False):
-            return self.python_function(*args, **kwargs)
+            if found.why == _LOOPS:  # each step in it counts by itself
+                return self.python_function(*args, **kwargs)
+            return transactions.atomically(self.python_function, *args, **kwargs)
 
     def run_on_replicas(
         self, strategy: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -90,6 +95,13 @@ class Function:
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
         """The program for these arguments, or why there can be none."""
+        turn = Turn(self._tracing)
+        try:
+            return self._find_in_turn(args, kwargs, turn)
+        finally:
+            turn.end()
+
+    def _find_in_turn(self, args: tuple[Any, ...], kwargs: dict[str, Any], turn: Turn) -> _Found:
         call = Call.of(args, kwargs)
         taken = Taken(call.constants) if call is not None else Taken()
         if call is None:
@@ -101,6 +113,9 @@ class Function:
             if fed is None:
                 return self._uneven(taken)
             known = self._programs.get(fed.key)
+            if known is None and not turn.taken:
+                turn.take()  # one thread traces; perhaps another has just done it
+                continue
             if known is None:
                 if self.input_signature is not None:
                     self._check_signature(args, kwargs)
@@ -135,9 +150,8 @@ class Function:
         try:
             program = self._trace_once(call, taken)
         except pulls.LoopsOverInput:
-            why = "it loops over a dataset or an iterator"
-            self._say_eager(why, "Compile the step inside of the loop, or use px.train.loop")
-            return why
+            self._say_eager(_LOOPS, "Compile the step inside of the loop, or use px.train.loop")
+            return _LOOPS
         if isinstance(program, list):
             if self._programs or self._made_variables:
                 raise self._makes_variables("again, after its first call", program)

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import compat, lifting, phases, pulls
+from phalanx.core import compat, lifting, phases, pulls, transactions
 from phalanx.core import context as ctx
+from phalanx.core.errors import InvalidValueError
 from phalanx.core.host_memory import expect_model
+from phalanx.core.interrupts import uninterrupted
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.core.variable_spec import live_variables
@@ -49,6 +51,8 @@ class Call:
         parts: list[Any] = []
         for x in flat:
             if isinstance(x, jax.Array | np.ndarray | np.generic):
+                if isinstance(x, jax.Array) and x.is_deleted():
+                    raise _deleted("An argument of a compiled function", x)
                 arrays.append(compat.movable(x))
                 constants.append(None)
                 parts.append((x.shape, x.dtype, getattr(x, "weak_type", False)))
@@ -140,11 +144,12 @@ class Program:
             state, outputs = jax.lax.scan(body, new, stacked)
             return (outputs, state), jnp.int32(0)
 
-        self._compiled = jax.jit(program, donate_argnums=0)
-        self._looped = jax.jit(looped, donate_argnums=0)
+        self._step, self._loop = _Code(program), _Code(looped)
         self._device = used.device
         self._spans_workers = used.spans_workers
-        self._ready: list[Any] = []  # what has been compiled
+        self._can_fail = compat.calls_python(self.jaxpr) or (
+            used.spans_workers and transactions.protects_variables(jax.default_backend())
+        )
         self._serial = next(_serials)
         self._wrappers = [_wrapper(variable) for variable in self.written]
         expect_model([*self.written, *self.read])
@@ -176,56 +181,135 @@ class Program:
 
     def run(self, arrays: list[Any]) -> Any:
         """Read the variables, run the program, write them back."""
-        return self._result.rebuild(self._dispatch(self._compiled, arrays, 1))
+        return self._result.rebuild(self._dispatch(self._step, arrays, 1))
 
     def run_loop(self, columns: list[list[Any]]) -> Callable[[int], Any]:
         """Run the program once per element of each column; gives a function from step to result."""
         stacked = [jnp.stack(column) for column in columns]
-        outputs = self._dispatch(self._looped, stacked, len(columns[0]) if columns else 1)
+        outputs = self._dispatch(self._loop, stacked, len(columns[0]) if columns else 1)
         return lambda step: self._result.rebuild([x[step] for x in outputs])
 
-    def _dispatch(self, compiled: Any, arrays: list[Any], steps: int) -> list[jax.Array]:
+    def _dispatch(self, code: _Code, arrays: list[Any], steps: int) -> list[jax.Array]:
         with jax.default_device(self._device) if self._device is not None else nullcontext():
-            inputs = self._inputs(arrays)
-            meeting = None
+            if self._can_fail or transactions.current() is not None:
+                return transactions.atomically(self._try, code, arrays, steps)
+            self._compile(code, arrays)
+            THROTTLE.make_room()
             if self._spans_workers:
-                meeting = self._meeting(compiled, inputs)
-                self._compile(compiled, inputs)
-                phases.count_steps(steps)
-            outputs, values = THROTTLE.dispatch(compiled, *inputs, meeting=meeting)
+                return self._overwrite_together(code, arrays, steps)
+            turn = transactions.STEPS.run if self.written else _at_once
+            return turn(lambda: self._overwrite(code, arrays)[0])
+
+    def _overwrite_together(self, code: _Code, arrays: list[Any], steps: int) -> list[jax.Array]:
+        meeting = self._meeting(code, arrays)
+        phases.count_steps(steps)
+
+        def start() -> tuple[list[jax.Array], jax.Array]:
+            with uninterrupted():
+                return self._overwrite(code, arrays)
+
+        return transactions.in_turn(lambda: THROTTLE.in_order(start, meeting)[0])
+
+    def _overwrite(self, code: _Code, arrays: list[Any]) -> tuple[list[jax.Array], jax.Array]:
+        """Run a program that overwrites the variables it writes, and cannot fail once it has begun.
+
+        Nothing may come between its start, which makes the old arrays useless, and the new ones.
+        """
+        with transactions.STATE:
+            new = []
+            for variable in self.written:
+                x = _present(variable)
+                new.append(x if variable._exclusive else x.copy())
+            old = [_present(v) for v in self.read]
+            (outputs, values), token = THROTTLE.start(code.overwriting, new, old, arrays)
+            for variable, wrap, value in zip(self.written, self._wrappers, values, strict=True):
+                variable._value = wrap(value)
+                variable._exclusive = True
+        return outputs, token
+
+    def _try(self, code: _Code, arrays: list[Any], steps: int) -> list[jax.Array]:
+        """Run a program as a part of a step; the variables keep what they hold until it has ended.
+
+        A program that calls Python or communicates with other workers can fail after it has begun.
+        """
+        step = transactions.current()
+        assert step is not None
+        new = [_checked(v, _as_array(step.held(v))) for v in self.written]
+        old = [_checked(v, _as_array(step.held(v))) for v in self.read]
+        meeting = None
+        if self._spans_workers:
+            code.compile(code.keeping, new, old, arrays)
+            meeting = self._meeting(code, arrays)
+            phases.count_steps(steps)
+        outputs, values = THROTTLE.dispatch(
+            code.keeping, new, old, arrays, meeting=meeting, wait=self._can_fail
+        )
         for variable, wrap, value in zip(self.written, self._wrappers, values, strict=True):
-            variable._value = wrap(value)
-            variable._exclusive = True
+            step.set(variable, wrap(value))
         return outputs
 
-    def _compile(self, compiled: Any, inputs: tuple[list[Any], list[Any], list[Any]]) -> None:
-        """Compile before other workers are met, so that they can see what they wait for."""
-        if compiled not in self._ready:
-            with phases.phase("compile"):
-                compiled.lower(*inputs).compile()
-            self._ready.append(compiled)
+    def _compile(self, code: _Code, arrays: list[Any]) -> None:
+        """Compile before anything waits for the program, and where Ctrl-C can end it."""
+        if not code.is_compiled(code.overwriting):
+            new, old = ([_present(v) for v in some] for some in (self.written, self.read))
+            code.compile(code.overwriting, new, old, arrays)
 
-    def _meeting(self, compiled: Any, inputs: tuple[list[Any], list[Any], list[Any]]) -> Meeting:
+    def _meeting(self, code: _Code, arrays: list[Any]) -> Meeting:
         """What other workers must run too."""
-        loops = compiled is self._looped
+        loops = code is self._loop
         operation = f"the compiled function {self.name}{' in a loop' if loops else ''}"
         # Variables that the step does not use are in the program too, and differ between workers: one
         # may have collected the garbage that another has not.
         return Meeting(
-            (self._serial, loops), operation, inputs[2], lambda: str(compat.used_part(self.jaxpr))
+            (self._serial, loops), operation, arrays, lambda: str(compat.used_part(self.jaxpr))
         )
 
     def lower(self, arrays: list[Any]) -> Any:
         """The lowered program."""
-        return self._compiled.lower(*self._inputs(arrays, keep=True))
+        values = ([_as_array(v._held()) for v in some] for some in (self.written, self.read))
+        return self._step.overwriting.lower(*values, arrays)
 
-    def _inputs(self, arrays: list[Any], keep: bool = False) -> tuple[list[Any], list[Any], list[Any]]:
-        new = []
-        for variable in self.written:
-            x = _as_array(variable._value)
-            # The program overwrites its input, which must not be an array that somebody else has.
-            new.append(x if variable._exclusive or keep else x.copy())
-        return new, [_as_array(v._value) for v in self.read], arrays
+
+class _Code:
+    """The compiled code of a program, which overwrites the variables that it writes or keeps them."""
+
+    def __init__(self, program: Callable[..., Any]) -> None:
+        self.overwriting = jax.jit(program, donate_argnums=0)
+        self.keeping = jax.jit(program)
+        self._compiled: list[Any] = []
+
+    def is_compiled(self, code: Any) -> bool:
+        return code in self._compiled
+
+    def compile(self, code: Any, *inputs: Any) -> None:
+        if code not in self._compiled:
+            with phases.phase("compile"):
+                code.lower(*inputs).compile()
+            self._compiled.append(code)
+
+
+def _at_once(fn: Callable[[], Any]) -> Any:
+    return fn()
+
+
+def _present(variable: Variable) -> Any:
+    """The array of a variable, for a program. Call it with the state locked."""
+    x = _as_array(variable._value)
+    return x if variable._exclusive else _checked(variable, x)
+
+
+def _checked(variable: Variable, x: Any) -> Any:
+    # The CPU client crashes if it is given a deleted array over several devices.
+    if x.is_deleted():
+        raise _deleted(f"The value of variable {variable.name!r}", x)
+    return x
+
+
+def _deleted(what: str, x: Any) -> InvalidValueError:
+    return InvalidValueError(
+        f"{what} has been deleted: it was donated to a function (jax.jit with donate_argnums), or its "
+        f"delete method was called. Received: a deleted array of shape {x.shape} and dtype {x.dtype}"
+    )
 
 
 class Result:

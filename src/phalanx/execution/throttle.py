@@ -11,6 +11,7 @@ limits memory.
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -35,7 +36,9 @@ class Throttle:
         self.ledger: Ledger | None = None
         """Compares programs with other workers, if there are any."""
         self._limit = limit
-        self._lock = threading.Lock()
+        # Signal handlers may dispatch programs too, hence locks that a thread can take again.
+        self._lock = threading.RLock()
+        self._between_workers = threading.RLock()
         self._tokens: collections.deque[jax.Array] = collections.deque()
         self._latest_between_workers: tuple[int, jax.Array] | None = None  # its thread and its token
 
@@ -44,6 +47,7 @@ class Throttle:
         program: Callable[..., tuple[T, jax.Array]],
         *args: Any,
         meeting: Meeting | None = None,
+        wait: bool = False,
     ) -> T:
         """Start a program, first waiting for an old one if too many are in flight.
 
@@ -51,16 +55,41 @@ class Throttle:
             program: what to run.
             args: its arguments.
             meeting: what other workers must run at the same time, if they take part in it.
+            wait: whether to wait until it has finished, and to raise if it has failed.
         """
-        with self._lock:
-            if meeting is None or self.ledger is None:
-                return self._start(program, args)
+        self.make_room()
+        if meeting is None:
+            result, token = self._start(program, args, wait)
+        else:
+            result, token = self.in_order(lambda: self._start(program, args, wait), meeting)
+        if wait:
+            token.block_until_ready()
+        return result
+
+    def in_order(
+        self, start: Callable[[], tuple[T, jax.Array]], meeting: Meeting
+    ) -> tuple[T, jax.Array]:
+        """Let a program start in which other workers take part, on all of them in the same order."""
+        if self.ledger is None:
+            return start()
+        with self._between_workers:
             with self.ledger.meet(meeting):
                 self._keep_order()
-                result = self._start(program, args)
-            self._latest_between_workers = threading.get_ident(), self._tokens[-1]
-            self.ledger.begun(self._tokens[-1])
-            return result
+                result, token = start()
+            self._latest_between_workers = threading.get_ident(), token
+            self.ledger.begun(token)
+            return result, token
+
+    def start(self, program: Callable[..., tuple[T, jax.Array]], *args: Any) -> tuple[T, jax.Array]:
+        """Start a program at once; call `make_room` before."""
+        return self._start(program, args, wait=False)
+
+    def make_room(self) -> None:
+        """Wait until fewer programs are in flight than there may be."""
+        while len(self._tokens) >= self._limit:
+            # Another thread may be quicker; and if the program has failed, its results say so.
+            with contextlib.suppress(IndexError, jax.errors.JaxRuntimeError):
+                self._tokens.popleft().block_until_ready()
 
     def _keep_order(self) -> None:
         """Wait for the latest program between workers if another thread has dispatched it.
@@ -72,12 +101,14 @@ class Throttle:
         if latest is not None and latest[0] != threading.get_ident():
             latest[1].block_until_ready()
 
-    def _start(self, program: Callable[..., tuple[T, jax.Array]], args: tuple[Any, ...]) -> T:
-        if len(self._tokens) >= self._limit:
-            self._tokens.popleft().block_until_ready()
-        result, token = program(*args)
-        self._tokens.append(token)
-        return result
+    def _start(
+        self, program: Callable[..., tuple[T, jax.Array]], args: tuple[Any, ...], wait: bool
+    ) -> tuple[T, jax.Array]:
+        with self._lock:
+            result, token = program(*args)
+            if not wait:
+                self._tokens.append(token)
+            return result, token
 
     @property
     def in_flight(self) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from phalanx.core import context as ctx
+from phalanx.core import transactions
 from phalanx.core.checks import check_variable, first_by_name
 from phalanx.core.errors import ContextError
 from phalanx.core.replica_context import ReplicaContext
@@ -74,7 +75,7 @@ class DefaultExtended(DistributesInput):
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         with ReplicaContext(self._strategy, jnp.int32(0), index=0):
-            return fn(*args, **kwargs)
+            return transactions.atomically(fn, *args, **kwargs)
 
     def _create_variable(self, spec: VariableSpec) -> Variable:
         return ResourceVariable(spec)

@@ -50,7 +50,8 @@ class ReplicatedExtended(DistributesInput):
 
     @functools.cached_property
     def _replica_ids(self) -> list[jax.Array]:
-        return [place(jnp.int32(self._first_replica + i), d) for i, d in enumerate(self._devices)]
+        with jax.ensure_compile_time_eval():  # they outlive the program that may ask first
+            return [place(jnp.int32(self._first_replica + i), d) for i, d in enumerate(self._devices)]
 
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -1,0 +1,156 @@
+"""Steps that happen as a whole: all the variables that a step writes change at once, or none does.
+
+A `Transaction` holds what a step has written until the step has ended well. Reads inside the step see
+it, all others see what was there before. An exception, an interrupt or the death of another worker
+therefore leaves every variable as it was before the step.
+
+Two locks keep threads apart. Only one step at a time may change variables (a *turn*); others wait, and
+say so if it takes long. The values themselves are exchanged under `STATE`, which is only held for
+moments, so reading never waits for a step of another thread.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.interrupts import uninterrupted
+from phalanx.core.turns import Turn, Turns
+
+if TYPE_CHECKING:
+    from phalanx.core.variables import Variable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+STEPS = Turns("change variables")
+"""The turns of steps. Variables may be shared by all threads, so there is one for the process."""
+
+STATE = threading.RLock()
+"""Guards what variables hold. Held while programs start, because they overwrite their inputs."""
+
+
+_protection: list[bool] = []
+_SWITCH = "PHALANX_PROTECT_VARIABLES"
+
+
+def protect_variables(enabled: bool) -> None:
+    """Say whether steps over several workers keep the old values of variables until they have ended.
+
+    If another worker dies in the middle of such a step, this worker's variables then still have the
+    values from before it, for a last checkpoint. The price is memory: old and new values exist at the
+    same time. On CPU devices this is the default. On other devices old values are overwritten, as
+    memory is scarce there and a failed step mostly ends the process. Call it before the first step.
+    The environment variable PHALANX_PROTECT_VARIABLES, 0 or 1, says the same.
+
+    Examples:
+        >>> import phalanx as px
+        >>> px.config.protect_variables(True)
+    """
+    if not isinstance(enabled, bool):
+        raise InvalidTypeError(f"enabled must be True or False. Received: {enabled!r}")
+    _protection[:] = [enabled]
+
+
+def protects_variables(platform: str) -> bool:
+    """Whether steps over several workers keep the old values of variables until they have ended."""
+    switch = os.environ.get(_SWITCH)
+    if switch not in (None, "0", "1"):
+        raise InvalidValueError(
+            f"The environment variable {_SWITCH} must be 0 or 1. Received: {switch!r}"
+        )
+    if _protection:
+        return _protection[0]
+    return platform == "cpu" if switch is None else switch == "1"
+
+
+class Transaction:
+    """What one step has written so far.
+
+    Args:
+        parent: the step that this one is a part of.
+    """
+
+    def __init__(self, parent: Transaction | None = None) -> None:
+        self._parent = parent
+        self._turn: Turn = Turn(STEPS) if parent is None else parent._turn
+        self._written: dict[Variable, Any] = {}
+
+    def held(self, variable: Variable) -> Any:
+        """What a variable holds at this point of the step."""
+        step: Transaction | None = self
+        while step is not None:
+            if variable in step._written:
+                return step._written[variable]
+            step = step._parent
+        self._turn.take()
+        return variable._committed()
+
+    def set(self, variable: Variable, held: Any) -> None:
+        """Write a variable."""
+        self._turn.take()
+        self._written[variable] = held
+
+    def commit(self) -> None:
+        """Make what was written count, for the step around this one or for everybody."""
+        if self._parent is not None:
+            self._parent._written = {**self._parent._written, **self._written}
+        elif self._written:
+            with uninterrupted(), STATE:
+                for variable, held in self._written.items():
+                    variable._value = held
+                    variable._exclusive = False
+
+    def end(self) -> None:
+        """Let other steps have their turn."""
+        if self._parent is None:
+            self._turn.end()
+
+
+_current: contextvars.ContextVar[Transaction | None] = contextvars.ContextVar("step", default=None)
+
+
+def current() -> Transaction | None:
+    """The step that this code is a part of, if any."""
+    return _current.get()
+
+
+def atomically(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function as one step: what it writes to variables counts when it returns.
+
+    Inside of another step it is a part of that one, but what it wrote is forgotten if it raises.
+    """
+    step = Transaction(_current.get())
+    # Set in a context of its own, so that whatever happens it is not set outside of it.
+    place = contextvars.copy_context()
+    place.run(_current.set, step)
+    try:
+        result = place.run(fn, *args, **kwargs)
+        step.commit()
+        return result
+    finally:
+        step.end()
+
+
+def in_turn(fn: Callable[[], T]) -> T:
+    """Call a function that changes variables by itself, while no other step does."""
+    turn = Turn(STEPS)
+    try:
+        turn.take()
+        return fn()
+    finally:
+        turn.end()
+
+
+def seen_together(variables: Iterable[Variable], read: Callable[[], T]) -> T:
+    """Call a function that reads variables as they were at one moment, between two steps."""
+    moment = Transaction()
+    with STATE:
+        moment._written = {v: v._committed() for v in variables}
+    place = contextvars.copy_context()
+    place.run(_current.set, moment)
+    return place.run(read)
