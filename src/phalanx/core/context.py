@@ -72,15 +72,34 @@ def active_replica() -> ReplicaContext | None:
     return None if mode is default_mode() else mode.replica_context
 
 
-@contextmanager
-def push(mode: Mode) -> Iterator[None]:
-    """Make `mode` current in this thread for the duration of a ``with`` block."""
-    stack = _thread.stack
-    stack.append(mode)
-    try:
-        yield
-    finally:
-        stack.pop()
+class push:  # noqa: N801 - reads as a statement
+    """Make `mode` current in this thread for the duration of a ``with`` block.
+
+    Leaving it goes back to the depth from before, also over what an interrupt may have left there.
+    """
+
+    __slots__ = ("_depth", "_mode")
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        stack = _thread.stack
+        self._depth = len(stack)
+        stack.append(self._mode)
+
+    def __exit__(self, *error: object) -> None:
+        del _thread.stack[self._depth :]
+
+
+def depth() -> int:
+    """How many modes this thread's stack has."""
+    return len(_thread.stack)
+
+
+def back_to(depth: int) -> None:
+    """Take from this thread's stack what was put there since it had a depth."""
+    del _thread.stack[depth:]
 
 
 # -- the public questions -----------------------------------------------------------------------

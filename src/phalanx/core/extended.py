@@ -356,8 +356,7 @@ class StrategyExtended:
                     results.append(fn(component, *mine[0], **mine[1]))
             return results
 
-        traced = lifting.current() is not None
-        return _grouped(on_copies() if traced else transactions.atomically(on_copies), group)
+        return _grouped(transactions.atomically(on_copies), group)
 
     def update_non_slot(
         self,
@@ -370,13 +369,17 @@ class StrategyExtended:
         """Call `fn` once for each device that `non_slot_devices` gave."""
         ctx.require_cross_replica_or_default(self._strategy, "update_non_slot")
         devices = destination_devices(colocate_with, lists=True)
-        results = []
-        with ctx.entered(self._strategy, "update_non_slot"):
+
+        def on_devices() -> list[Any]:
+            results = []
             for i, device in enumerate(devices):
                 with ctx.push(ctx.Mode(self._strategy, update_index=i)), _on(device):
                     mine = select_replica(i, (tuple(args), dict(kwargs or {})))
                     results.append(fn(*mine[0], **mine[1]))
-        return _grouped(results, group)
+            return results
+
+        with ctx.entered(self._strategy, "update_non_slot"):
+            return _grouped(transactions.atomically(on_devices), group)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """Where state that belongs to no single variable should be kept."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 
 from phalanx.core import compat
-from phalanx.core.errors import ContextError
+from phalanx.core.errors import ContextError, InvalidValueError
 
 T = TypeVar("T")
 
@@ -40,6 +39,18 @@ class Lifting:
         """Where the program should run, if a strategy with a single replica asked for a device."""
         self.spans_workers = False
         """Whether replicas of other processes take part in it."""
+        self._spread: tuple[tuple[Any, ...], str] | None = None  # its devices, and who wants them
+
+    def spread_over(self, devices: tuple[Any, ...], what: str) -> None:
+        """Note that the program runs on these devices; one program cannot run on two lists of them."""
+        if self._spread is None:
+            self._spread = devices, what
+        elif self._spread[0] != devices:
+            raise InvalidValueError(
+                "A compiled function is one program, which runs on one list of devices. Compile what "
+                "belongs to other devices as a function of its own, and call both. "
+                f"Received: {self._spread[1]} and {what}"
+            )
 
     def held(self, variable: Any) -> Any:
         """What a variable holds at this point of the program."""
@@ -83,7 +94,7 @@ class Substitution(Lifting):
 
     def __init__(self, held: Mapping[Any, Any], parent: Lifting | None) -> None:
         super().__init__(held)
-        self._parent = parent
+        self.parent = parent
         self.has_written = False
         self.device = None if parent is None else parent.device
 
@@ -91,19 +102,19 @@ class Substitution(Lifting):
         """The replacement, until the variable is written; else what it holds anyway."""
         if variable in self._held:
             return self._held[variable]
-        if self._parent is not None:
-            return self._parent.held(variable)
+        if self.parent is not None:
+            return self.parent.held(variable)
         with lifted(None):
             return variable._held()
 
     def known(self) -> list[Any]:
         """What the program around it knows."""
-        return [] if self._parent is None else self._parent.known()
+        return [] if self.parent is None else self.parent.known()
 
     def set(self, variable: Any, value: Any) -> None:
         """Write through; later reads see what was written."""
-        if self._parent is not None:
-            self._parent.set(variable, value)
+        if self.parent is not None:
+            self.parent.set(variable, value)
         else:
             with lifted(None):
                 variable._set_now(value)
@@ -163,18 +174,43 @@ def current() -> Lifting | None:
     return _current.stack[-1] if _current.stack else None
 
 
+def in_program() -> bool:
+    """Whether this thread is tracing a program; differentiating eagerly is not tracing."""
+    found = current()
+    while isinstance(found, Substitution):
+        found = found.parent
+    return found is not None
+
+
 def enclosing() -> list[Lifting]:
     """The liftings of the programs that this thread is tracing, the innermost last."""
     return [x for x in _current.stack if x is not None]
 
 
-@contextmanager
-def lifted(lifting: Lifting | None) -> Iterator[None]:
-    """Trace with a lifting, or without one."""
-    _current.stack.append(lifting)
-    _forget_staged_code()
-    try:
-        yield
-    finally:
-        _current.stack.pop()
+class lifted:  # noqa: N801 - reads as a statement
+    """Trace with a lifting, or without one, for the duration of a ``with`` block."""
+
+    __slots__ = ("_depth", "_lifting")
+
+    def __init__(self, lifting: Lifting | None) -> None:
+        self._lifting = lifting
+
+    def __enter__(self) -> None:
+        self._depth = len(_current.stack)
+        _current.stack.append(self._lifting)
         _forget_staged_code()
+
+    def __exit__(self, *error: object) -> None:
+        del _current.stack[self._depth :]
+        _forget_staged_code()
+
+
+def depth() -> tuple[int, bool]:
+    """Where this thread is with its liftings, for `back_to`."""
+    return len(_current.stack), _current.apart
+
+
+def back_to(depth: tuple[int, bool]) -> None:
+    """Take away the liftings that this thread has got since then."""
+    del _current.stack[depth[0] :]
+    _current.apart = depth[1]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from phalanx.core import context as ctx
@@ -43,21 +42,36 @@ class _Current(threading.local):
 _current = _Current()
 
 
-@contextmanager
-def feeding(iterators: Sequence[Any], elements: Sequence[Any], tracing: bool) -> Iterator[None]:
-    """Let these iterators give these elements, in this order.
+class feeding:  # noqa: N801 - reads as a statement
+    """Let iterators give certain elements, in a certain order, for the duration of a ``with`` block.
 
     Args:
         iterators: the iterator of each element.
         elements: what they give.
         tracing: whether to ask for more by `NeedsElement`; if not, the iterators go on by themselves.
     """
-    outer = _current.feed
-    _current.feed = _Feed(list(zip(iterators, elements, strict=True)), tracing)
-    try:
-        yield
-    finally:
-        _current.feed = outer
+
+    __slots__ = ("_feed", "_outer")
+
+    def __init__(self, iterators: Sequence[Any], elements: Sequence[Any], tracing: bool) -> None:
+        self._feed = _Feed(list(zip(iterators, elements, strict=True)), tracing)
+
+    def __enter__(self) -> None:
+        self._outer = _current.feed
+        _current.feed = self._feed
+
+    def __exit__(self, *error: object) -> None:
+        _current.feed = self._outer
+
+
+def feed() -> Any:
+    """What this thread's iterators give, for `back_to`."""
+    return _current.feed
+
+
+def back_to(feed: Any) -> None:
+    """Let this thread's iterators give what they gave before."""
+    _current.feed = feed
 
 
 def gives_elements(method: Method) -> Method:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -118,7 +117,7 @@ class ReplicaContext:
         self._device = device
         self._rendezvous = rendezvous or SoloRendezvous()
         self._index = int(replica_id_in_sync_group or 0) if index is None else index
-        self._entered: list[ExitStack] = []
+        self._entered: list[list[Any]] = []
         self._outer_trace = compat.current_trace()
         self.compiled = compiled
         """Whether one traced program stands for all replicas."""
@@ -268,10 +267,12 @@ class ReplicaContext:
     # -- as a context manager, for code that implements strategies ------------------------------
 
     def __enter__(self) -> ReplicaContext:
-        entered = ExitStack()
-        entered.enter_context(ctx.push(ctx.Mode(self._strategy, self)))
-        if self.num_replicas_in_sync > 1:
-            entered.enter_context(compat.replica_count_in_jit_key(self.num_replicas_in_sync))
+        count = self.num_replicas_in_sync
+        entered: list[Any] = [ctx.push(ctx.Mode(self._strategy, self))]
+        if count > 1:
+            entered.append(compat.replica_count_in_jit_key(count))
+        for manager in entered:
+            manager.__enter__()
         self._entered.append(entered)
         return self
 
@@ -283,7 +284,8 @@ class ReplicaContext:
     ) -> None:
         if not self._entered:
             raise ContextError("This replica context was not entered")
-        self._entered.pop().close()
+        for manager in reversed(self._entered.pop()):
+            manager.__exit__(None, None, None)
 
 
 def _is_replica_id(x: Any) -> bool:

@@ -17,9 +17,11 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from phalanx.core import lifting
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 from phalanx.core.interrupts import uninterrupted
 from phalanx.core.turns import Turn, Turns
+from phalanx.core.unwinding import leaving_nothing
 
 if TYPE_CHECKING:
     from phalanx.core.variables import Variable
@@ -122,14 +124,21 @@ def current() -> Transaction | None:
 def atomically(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function as one step: what it writes to variables counts when it returns.
 
-    Inside of another step it is a part of that one, but what it wrote is forgotten if it raises.
+    Inside of another step it is a part of that one, but what it wrote is forgotten if it raises. A
+    program that is being traced is a step anyway.
     """
-    step = Transaction(_current.get())
+    if lifting.in_program():
+        return fn(*args, **kwargs)
+    parent = _current.get()
+    step = Transaction(parent)
     # Set in a context of its own, so that whatever happens it is not set outside of it.
     place = contextvars.copy_context()
     place.run(_current.set, step)
     try:
-        result = place.run(fn, *args, **kwargs)
+        if parent is None:
+            result = place.run(lambda: leaving_nothing(fn, *args, **kwargs))
+        else:
+            result = place.run(fn, *args, **kwargs)
         step.commit()
         return result
     finally:
@@ -146,8 +155,8 @@ def in_turn(fn: Callable[[], T]) -> T:
         turn.end()
 
 
-def seen_together(variables: Iterable[Variable], read: Callable[[], T]) -> T:
-    """Call a function that reads variables as they were at one moment, between two steps."""
+def between_steps(variables: Iterable[Variable], read: Callable[[], T]) -> T:
+    """Call a function that reads variables as they were at one moment between two steps."""
     moment = Transaction()
     with STATE:
         moment._written = {v: v._committed() for v in variables}

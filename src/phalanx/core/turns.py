@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -33,7 +34,9 @@ class Turns:
     def __init__(self, doing: str) -> None:
         self._doing = doing
         self._lock = threading.Lock()
+        self._looking = threading.Lock()  # whether the holder has gone
         self._thread: int | None = None  # which has its turn
+        self._holder: weakref.ref[Turn] | None = None
 
     def run(self, fn: Callable[[], T]) -> T:
         """Call a short function in a turn of its own; no signal handler interrupts it."""
@@ -48,8 +51,24 @@ class Turns:
         self._until(in_turn)
         return result[0]
 
+    def begin(self, turn: Turn) -> None:
+        """Wait until a turn can begin."""
+
+        def taken() -> None:
+            turn.taken = True
+            self._holder = weakref.ref(turn)
+
+        self._until(taken)
+
+    def end(self, turn: Turn) -> None:
+        """Let others have their turn."""
+        with uninterrupted():
+            if turn.taken:
+                turn.taken = False
+                self._release()
+
     def _release(self) -> None:
-        self._thread = None
+        self._thread = self._holder = None
         self._lock.release()
 
     def _until(self, begin: Callable[[], None]) -> None:
@@ -67,6 +86,10 @@ class Turns:
 
     def _complain(self, started: float, warned: float) -> float:
         holder = self._thread
+        with self._looking:
+            if self._holder is not None and self._holder() is None:
+                self._release()  # interrupts have kept it from being given back
+                return warned
         if holder == threading.get_ident():
             raise ContextError(
                 f"Code that should {self._doing} was called in the middle of code of the same thread "
@@ -97,18 +120,9 @@ class Turn:
     def take(self) -> None:
         """Wait for the turn, unless it is taken."""
         if not self.taken:
-            self._turns._until(self._begin)
+            self._turns.begin(self)
 
     def end(self) -> None:
         """Let others have theirs."""
         if self.taken:
-            with uninterrupted():
-                if self.taken:
-                    self.taken = False
-                    self._turns._release()
-
-    def _begin(self) -> None:
-        self.taken = True
-
-    def __del__(self) -> None:
-        self.end()  # only if interrupts kept it from being called
+            self._turns.end(self)

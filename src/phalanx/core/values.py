@@ -59,7 +59,7 @@ def device_of(x: jax.Array) -> jax.Device | None:
     """The device of a single-device array; None for tracers and arrays over several devices."""
     if compat.is_tracer(x):
         return None
-    devices = x.devices()
+    devices = x.sharding.device_set  # also of a deleted array, which can be replaced
     return next(iter(devices)) if len(devices) == 1 else None
 
 

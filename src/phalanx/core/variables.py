@@ -295,7 +295,7 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
 
     def _update_in_step(self, method: str, operand: Any) -> Any:
         """Apply an update as a part of the current step, or as a step of its own."""
-        if transactions.current() is not None or lifting.current() is not None:
+        if transactions.current() is not None:
             return self._update(method, operand)
         return transactions.atomically(self._update, method, operand)
 

@@ -20,6 +20,7 @@ from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueErro
 from phalanx.core.structure import leaves
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.core.turns import Turn, Turns
+from phalanx.core.unwinding import leaving_nothing
 from phalanx.core.variables import Variable
 from phalanx.execution.program import Call, Program
 from phalanx.execution.taking import Source, Taken
@@ -71,6 +72,9 @@ class Function:
                 "it was called from a step that runs eagerly", "Put px.function around strategy.run"
             )
             return self.python_function(*args, **kwargs)
+        return leaving_nothing(self._run, args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._find(args, kwargs)
         if found.program is not None:
             return found.program.run(found.arrays)

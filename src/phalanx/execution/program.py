@@ -19,6 +19,7 @@ import numpy as np
 
 from phalanx.core import compat, lifting, phases, pulls, transactions
 from phalanx.core import context as ctx
+from phalanx.core.distributed_variables import CopiedVariable
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.host_memory import expect_model
 from phalanx.core.interrupts import uninterrupted
@@ -144,6 +145,11 @@ class Program:
             state, outputs = jax.lax.scan(body, new, stacked)
             return (outputs, state), jnp.int32(0)
 
+        for variable in (*self.written, *self.read):
+            if isinstance(variable, CopiedVariable):
+                owner = variable.distribute_strategy
+                devices = owner.extended._span or variable._devices
+                used.spread_over(devices, f"variable {variable.name!r} of {owner!r}")
         self._step, self._loop = _Code(program), _Code(looped)
         self._device = used.device
         self._spans_workers = used.spans_workers

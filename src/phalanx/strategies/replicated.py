@@ -68,5 +68,7 @@ class ReplicatedExtended(DistributesInput):
         elif in_compiled_run(self._strategy):
             return run_inlined(self._strategy, len(everywhere), fn, tuple(args), kwargs)
         elif compat.is_staging():
+            for outer in lifting.enclosing()[:1]:
+                outer.spread_over(everywhere, f"a run of {self._strategy!r}")
             return run_compiled(self._strategy, everywhere, fn, tuple(args), kwargs)
         return run_replicas(self._strategy, self._devices, self._replica_ids, fn, tuple(args), kwargs)

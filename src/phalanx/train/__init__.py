@@ -14,6 +14,7 @@ from phalanx.train.loop import LoopResults, loop
 from phalanx.train.metrics import Accuracy, Mean, Sum
 from phalanx.train.optimizer import Optimizer
 from phalanx.train.precision import LossScale, Policy
+from phalanx.train.snapshot import snapshot
 
 __all__ = [
     "Accuracy",
@@ -35,4 +36,5 @@ __all__ = [
     "Sum",
     "accumulate_gradients",
     "loop",
+    "snapshot",
 ]

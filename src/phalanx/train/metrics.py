@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from phalanx.core import lifting, transactions
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
 from phalanx.core.variables import Variable
@@ -53,8 +54,12 @@ class Sum:
 
     def reset_state(self) -> None:
         """Start again."""
-        for variable in self.variables:
-            variable.assign(0.0)
+
+        def assign_zeros() -> None:
+            for variable in self.variables:
+                variable.assign(0.0)
+
+        transactions.atomically(assign_zeros)
 
 
 class Mean(Sum):
@@ -86,12 +91,21 @@ class Mean(Sum):
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Add values, each with its weight (1 by default)."""
         weighted, count = _weighted(values, sample_weight)
-        self._sum.assign_add(weighted)
-        self._count.assign_add(count)
+
+        def add() -> None:
+            self._sum.assign_add(weighted)
+            self._count.assign_add(count)
+
+        transactions.atomically(add)
 
     def result(self) -> jax.Array:
         """The mean so far; outside of replicas over all of them."""
-        total, count = self._sum.value(), self._count.value()
+
+        def read() -> tuple[jax.Array, jax.Array]:
+            return self._sum.value(), self._count.value()
+
+        inside = lifting.in_program() or transactions.current() is not None
+        total, count = read() if inside else transactions.between_steps(self.variables, read)
         return jnp.where(count == 0, 0.0, total / jnp.where(count == 0, 1.0, count))
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from phalanx.core import context as ctx
+from phalanx.core import transactions
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.reduction import ReduceOp
@@ -142,7 +143,7 @@ class Optimizer:
         self._check_known(variables)
 
         def apply(strategy: Strategy, *gradients: Any) -> None:
-            self._apply(strategy, variables, gradients)
+            transactions.atomically(self._apply, strategy, variables, gradients)
 
         names = ", ".join(v.name for v in variables[:3])
         gradients = tuple(g for g, _ in pairs)
