@@ -9,13 +9,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.facts import Failure
 from phalanx.cluster.hub.table import Table
+from phalanx.core.callsite import where_is
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import PhalanxError
 
@@ -35,6 +36,8 @@ class Sight:
 
     Args:
         waits_since: since when the program has waited for other workers, None if it does not.
+        peers_since: since when an operation of px.comm has waited for other ranks.
+        input_since: since when the program has waited for its own input.
         device_waits_since: since when the newest program between workers has not finished.
         failed_since: since when the job has a failure.
         told: whether the program has been told of the failure by an exception.
@@ -42,6 +45,8 @@ class Sight:
     """
 
     waits_since: float | None = None
+    peers_since: float | None = None
+    input_since: float | None = None
     device_waits_since: float | None = None
     failed_since: float | None = None
     told: bool = False
@@ -75,9 +80,11 @@ class Watch:
 
     def look(self, sight: Sight, now: float) -> str | None:
         """What to do now: 'show', 'give up', 'end' or None."""
-        starts = [t for t in (sight.waits_since, sight.device_waits_since) if t is not None]
+        hidden = (sight.device_waits_since, sight.input_since)
+        starts = [t for t in (sight.waits_since, sight.peers_since, *hidden) if t is not None]
         if sight.failed_since is not None:
-            hangs = sight.waits_since is not None or (bool(starts) and not sight.told)
+            untold = not sight.told and any(t is not None for t in hidden)
+            hangs = sight.waits_since is not None or untold
             grace = min(self.grace, _IDLE_GRACE) if sight.is_idle else self.grace
             return "end" if hangs and now - sight.failed_since >= grace else None
         if not starts:
@@ -131,6 +138,7 @@ class Watchdog:
         self._watch = Watch(warn_after=warn_after, every=every, deadline=seconds, grace=grace)
         self._file, self._end = file, end
         self._pending: tuple[int, float] | None = None
+        self._reads: tuple[Any, float] | None = None
         self._failed_since: float | None = None
         self._computed = 0.0
         self._stopped = threading.Event()
@@ -165,9 +173,11 @@ class Watchdog:
         member = self._member
         if member.failure is not None and self._failed_since is None:
             self._failed_since, self._computed = now, time.process_time()
-        wait = member.wait
+        wait, peers = member.wait, member.status.long_peer_waits(now)
         return Sight(
             waits_since=None if wait is None else wait.since,
+            peers_since=peers[0].since if peers else None,
+            input_since=self._input_since(now),
             device_waits_since=self._device_waits_since(now),
             failed_since=self._failed_since,
             told=member.told,
@@ -178,6 +188,15 @@ class Watchdog:
         if self._failed_since is None:
             return False
         return time.process_time() - self._computed < _IDLE_SHARE * (now - self._failed_since)
+
+    def _input_since(self, now: float) -> float | None:
+        """Since when the program is in one and the same wait for input, as far as was seen."""
+        current = self._member.status.snapshot()
+        if self._member.status.phase != "input":
+            self._reads = None
+        elif self._reads is None or self._reads[0] != current:
+            self._reads = (current, now)
+        return None if self._reads is None else self._reads[1]
 
     def _device_waits_since(self, now: float) -> float | None:
         pending = self._member.status.pending
@@ -199,12 +218,19 @@ class Watchdog:
         if answer is None:
             return False
         table, is_first = answer
-        names = self._late_others(table)
-        if not names:
+        late = self._late(table)
+        if not late:
             return False  # all workers are in the same program, which just takes long
-        site = self._site()
-        where = f" at {site}" if site else ""
-        self._write(f"phalanx: {self._member.task} waits for {', '.join(names)}{where}.")
+        names = [row["worker"] for row in late]
+        if self._member.task in names:
+            lasts = max(row["seconds"] for row in late)
+            said = f"all workers have waited for their input for {lasts:.0f} seconds"
+        else:
+            site = self._site()
+            where = f" at {site}" if site else ""
+            places = ", ".join(_describe(row) for row in late)
+            said = f"{self._member.task} waits for {', '.join(names)}{where}. Late: {places}"
+        self._write(f"phalanx: {said}.")
         if is_first:
             self._write(str(table))
         return True
@@ -212,24 +238,30 @@ class Watchdog:
     def _give_up(self) -> None:
         """Only if somebody has been late for that long: a program may take as long as it takes."""
         answer = self._ask(0.0)
-        if answer is not None and self._late_others(answer[0], 0.9 * self._watch.deadline):
+        if answer is not None and self._late(answer[0], 0.9 * self._watch.deadline):
             self._member.declare_deadline(self._site(), self._watch.deadline)
 
-    def _late_others(self, table: Table, seconds: float = 0.0) -> list[str]:
-        return [
-            row["worker"]
-            for row in table.late()
-            if row["worker"] != self._member.task and max(row["behind"], row["quiet"]) >= seconds
-        ]
+    def _late(self, table: Table, seconds: float = 0.0) -> list[dict[str, Any]]:
+        """The rows of those that are late: not of this worker, unless all wait for their input."""
+        late = [row for row in table.late() if max(row["behind"], row["quiet"]) >= seconds]
+        others = [row for row in late if row["worker"] != self._member.task]
+        reads = all(row["phase"] == "input" and row["state"] == "joined" for row in table.rows)
+        return late if reads and len(late) == len(table.rows) else others
 
     def _site(self) -> str:
-        wait = self._member.wait
-        return (wait.site if wait is not None else "") or self._member.status.site
+        wait, peers = self._member.wait, self._member.status.long_peer_waits(time.monotonic())
+        if wait is not None and wait.site:
+            return wait.site
+        if peers:
+            return peers[0].site
+        is_reading = self._member.status.phase == "input"
+        return where_is(self._member.status.thread) if is_reading else self._member.status.site
 
     def _end_process(self) -> None:
         failure = self._member.failure or Failure("", "")
+        where = "its input" if self._member.status.phase == "input" else "native code"
         self._write(
-            f"phalanx: {self._member.task} hangs in native code although the job has failed, and is "
+            f"phalanx: {self._member.task} hangs in {where} although the job has failed, and is "
             f"ended with exit code {EXIT_CODE}. The failure: {failure.text}"
         )
         for stream in (sys.stdout, sys.stderr):
@@ -246,6 +278,15 @@ class Watchdog:
             file.flush()
         except (OSError, ValueError):
             self._file = None  # a closed file is no reason to stop watching
+
+
+def _describe(row: Mapping[str, Any]) -> str:
+    """Who is late, and where it has been for how long."""
+    if row["state"] != "joined":
+        return str(row["worker"])
+    site = f" at {row['site']}" if row["site"] else ""
+    lasts = f" for {row['seconds']:.0f} seconds" if row["seconds"] >= 1 else ""
+    return f"{row['worker']} in phase {row['phase']!r}{lasts}{site}"
 
 
 def _is_ready(pending: Any) -> bool:

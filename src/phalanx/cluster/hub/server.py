@@ -323,9 +323,9 @@ class Hub:
                     self._open_tunnel(connection)
                     return
                 self._send(self._board.handle(connection.number, message, time.monotonic()))
-        except (ProtocolError, UnauthenticatedError, InvalidValueError):
+        except (ProtocolError, UnauthenticatedError, InvalidValueError) as error:
             self._flush(connection)
-            self._drop(connection)
+            self._drop(connection, f"sent what the hub does not understand, and was dropped ({error})")
             return
         self._flush(connection)
 
@@ -359,12 +359,12 @@ class Hub:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
         self._selector.modify(connection.socket, events, connection)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: _Connection, why: str = "") -> None:
         if self._connections.pop(connection.number, None) is None:
             return
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        cause = self._how_it_ended(connection.number)
+        cause = why or self._how_it_ended(connection.number)
         self._send(self._board.lost(connection.number, time.monotonic(), cause))
 
     def _how_it_ended(self, peer: int) -> str:
