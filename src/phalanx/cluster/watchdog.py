@@ -26,6 +26,7 @@ EXIT_CODE = 70
 """How a process ends that hangs in native code after its job has failed."""
 
 _PERIOD = 0.5
+_WARN_AFTER = 5.0  # seconds
 _IDLE_GRACE = 4.0  # seconds
 _IDLE_SHARE = 0.1  # of one core
 
@@ -114,7 +115,8 @@ class Watchdog:
 
     Args:
         member: the worker's connection to the hub.
-        warn_after: seconds of waiting after which the table of workers is shown.
+        warn_after: seconds of waiting after which the table of workers is shown, by default five, or
+            half of a deadline that is shorter than ten.
         every: seconds after which it is shown again.
         deadline: seconds of waiting after which the job gives up, by default PHALANX_DEADLINE.
         grace: seconds for native code to come back after the job has failed; then the process is ended.
@@ -126,7 +128,7 @@ class Watchdog:
         self,
         member: Member,
         *,
-        warn_after: float = 5.0,
+        warn_after: float | None = None,
         every: float = 30.0,
         deadline: float | None = None,
         grace: float = 15.0,
@@ -135,6 +137,7 @@ class Watchdog:
     ) -> None:
         seconds = worker_deadline() if deadline is None else deadline
         self._member = member
+        warn_after = min(_WARN_AFTER, seconds / 2) if warn_after is None else warn_after
         self._watch = Watch(warn_after=warn_after, every=every, deadline=seconds, grace=grace)
         self._file, self._end = file, end
         self._pending: tuple[int, float] | None = None
@@ -239,7 +242,9 @@ class Watchdog:
         """Only if somebody has been late for that long: a program may take as long as it takes."""
         answer = self._ask(0.0)
         if answer is not None and self._late(answer[0], 0.9 * self._watch.deadline):
-            self._member.declare_deadline(self._site(), self._watch.deadline)
+            peers = self._member.status.long_peer_waits(time.monotonic())
+            what = peers[0].what if peers and self._member.wait is None else ""
+            self._member.declare_deadline(self._site(), self._watch.deadline, what)
 
     def _late(self, table: Table, seconds: float = 0.0) -> list[dict[str, Any]]:
         """The rows of those that are late: not of this worker, unless all wait for their input."""

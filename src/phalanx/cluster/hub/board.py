@@ -492,9 +492,10 @@ class Board:
         rows = self.rows(now)
         places = [describe_place(seat, rows[seat.rank]) for seat in late]
         what = f" in {message['what']}" if message["what"] else ""
+        source = "PHALANX_DEADLINE" + (", or the timeout of the call" if what else "")
         text = (
             f"{message['waiting']} waited for {message['seconds']:g} seconds{what} at "
-            f"{message['site'] or 'an unknown place'}, which is the deadline (PHALANX_DEADLINE). "
+            f"{message['site'] or 'an unknown place'}, which is the deadline ({source}). "
             f"Late: {', '.join(places) or 'nobody that is known'}."
         )
         waiting = [f"\n  {row['worker']} {wait}" for row in rows for wait in row["waits"]]

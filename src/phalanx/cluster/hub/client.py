@@ -390,7 +390,7 @@ class Member:
     def _report_status(self) -> None:
         now = time.monotonic()
         waits = self.status.long_peer_waits(now)
-        current = (*self.status.snapshot(), [(id(w), w.ranks(), w.blocks) for w in waits])
+        current = (*self.status.snapshot(), [(id(w), w.ranks()) for w in waits])
         if current != self._last:
             self._last, self._last_change = current, now
         elif now - self._last_sent < _SIGN_OF_LIFE:

@@ -93,8 +93,8 @@ class Status:
     def long_peer_waits(self, now: float) -> list[PeerWait]:
         """The operations of px.comm that have waited for others for a moment."""
         waits = list(self.peer_waits.values())  # at once: other threads change it
-        waits.sort(key=lambda wait: wait.since)
-        return [w for w in waits if now - w.since >= _MOMENT and w.ranks()][:_MOST_REPORTED]
+        waits = sorted((w for w in waits if now - w.since >= _MOMENT), key=lambda wait: wait.since)
+        return [w for w in waits if w.ranks()][:_MOST_REPORTED]
 
     @property
     def is_single(self) -> bool:
@@ -118,9 +118,22 @@ class PeerWait:
         missing: who is waited for at the moment; called in another thread.
         channel: the members of the operation, as all of them name it; '' if they do not count it.
         number: which operation of the members it is; called in another thread.
+
+    Attributes:
+        moved: when something last moved, as far as that is known; called in another thread.
     """
 
-    __slots__ = ("_blocked", "_status", "channel", "missing", "number", "since", "site", "what")
+    __slots__ = (
+        "_begun",
+        "_blocked",
+        "_status",
+        "channel",
+        "missing",
+        "moved",
+        "number",
+        "site",
+        "what",
+    )
 
     def __init__(
         self,
@@ -133,11 +146,17 @@ class PeerWait:
     ) -> None:
         self._status, self.what, self.site = status, what, site
         self.missing, self.channel, self.number = missing, channel, number
-        self.since = 0.0
+        self.moved: Callable[[], float] = float
+        self._begun = 0.0
         self._blocked: set[int] = set()
 
+    @property
+    def since(self) -> float:
+        """Since when nothing has moved."""
+        return max(self._begun, self.moved())
+
     def __enter__(self) -> PeerWait:
-        self.since = time.monotonic()
+        self._begun = time.monotonic()
         self._status.peer_waits[id(self)] = self
         return self
 
