@@ -132,7 +132,7 @@ class Board:
         """Since when others have waited for this task, other than in programs of the strategy."""
         since = [e.since for e in self._exchanges.values() if seat.rank not in e.posts]
         since += [w.since for s in self._joined() for w in s.waits if seat.rank in w.ranks]
-        if seat.status.get("phase") == "input" and self._all_read_input():
+        if self._all_read_input() and all(seat.rank not in e.posts for e in self._exchanges.values()):
             since.append(seat.reported - seat.status.get("seconds", 0.0))
         return since
 
