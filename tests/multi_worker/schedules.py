@@ -141,15 +141,15 @@ class _Program:
         dataset = px.data.Dataset.from_generator(self._batches, output_types=np.float32)
         for x in self.s.distribute_datasets_from_function(lambda c: dataset.batch(1)):
             if self._is_due("between", self.done):
+                self._misbehave()
                 if self.plan.fault == "early":
                     return
-                self._misbehave()
             self._step(x)
             self.done += 1
             if self._is_due("comm", self.done - 1):
+                self._misbehave()
                 if self.plan.fault == "early":
                     return
-                self._misbehave()
             px.comm.all_reduce(np.ones(2, np.float32))
 
     def _batches(self) -> Iterator[Any]:
@@ -185,6 +185,8 @@ class _Program:
             member = self.s.extended._connection.member  # type: ignore[attr-defined]
             while member.failure is None:
                 self.over.wait(0.1)
+        elif fault == "early":
+            return
         elif self.plan.place == "comm":
             px.comm.broadcast(np.ones(3, np.float32))
         else:

@@ -163,6 +163,9 @@ def connect(
             data_plane.cut(listeners)
 
         member.on_failure(free_native_waits)
+        gate = data_plane.Gate(listener)
+        member.on_knock(gate.open)
+        watchdog.keep(gate, listeners)
     except BaseException as error:
         member.report_exception(error)
         member.leave()

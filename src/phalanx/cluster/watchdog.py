@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from phalanx.cluster.data_plane import Gate, tries_to_connect
 from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.facts import Failure
 from phalanx.cluster.hub.table import Table
@@ -141,12 +143,18 @@ class Watchdog:
         self._watch = Watch(warn_after=warn_after, every=every, deadline=seconds, grace=grace)
         self._file, self._end = file, end
         self._pending: tuple[int, float] | None = None
+        self._gate: Gate | None = None
+        self._gates: list[Any] = []
         self._reads: tuple[Any, float] | None = None
         self._failed_since: float | None = None
         self._computed = 0.0
         self._stopped = threading.Event()
         self._period = min(_PERIOD, max(0.02, min(warn_after, grace, seconds) / 4))
         self._thread = threading.Thread(target=self._run, name="phalanx-watchdog", daemon=True)
+
+    def keep(self, gate: Gate, addresses: Sequence[Any]) -> None:
+        """Close this gate whenever it need not be open; `addresses` are those of all gates."""
+        self._gate, self._gates = gate, list(addresses)
 
     def start(self) -> Watchdog:
         """Begin to watch."""
@@ -162,6 +170,7 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stopped.wait(self._period):
             now = time.monotonic()
+            self._look_at_gates()
             action = self._watch.look(self._sight(now), now)
             if action == "show":
                 if self._show():
@@ -171,6 +180,14 @@ class Watchdog:
             elif action == "end":
                 self._end_process()
                 return
+
+    def _look_at_gates(self) -> None:
+        if self._gate is None:
+            return
+        self._gate.close()
+        if tries_to_connect(self._gates):
+            with contextlib.suppress(PhalanxError):
+                self._member.knock()
 
     def _sight(self, now: float) -> Sight:
         member = self._member

@@ -172,6 +172,7 @@ class Board:
                 "deadline": self._deadline,
                 "stack": self._stack,
                 "leave": self._leave,
+                "knock": lambda *_: self._to_all({"type": "knock"}),
             }
             if isinstance(kind, str) and kind in handlers:
                 return handlers[kind](seat, message, now)

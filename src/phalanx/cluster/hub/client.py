@@ -98,6 +98,7 @@ class Member:
         self.told = False
         self._failure: Failure | None = None
         self._callbacks: list[Callable[[Failure], None]] = []
+        self._knocked: list[Callable[[], None]] = []
         self._changed = threading.Condition()
         self._roster: Roster | None = None
         self._arrivals: list[dict[str, Any]] = []
@@ -160,6 +161,14 @@ class Member:
                 self._callbacks.append(callback)
                 return
         callback(self._failure)
+
+    def on_knock(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, in the member's thread, whenever devices of workers want to connect."""
+        self._knocked.append(callback)
+
+    def knock(self) -> None:
+        """Tell all workers that devices want to connect."""
+        self._send({"type": "knock"})
 
     def wait_joined(
         self, timeout: float, progress: Callable[[dict[str, Any]], None] | None = None
@@ -461,6 +470,10 @@ class Member:
         if kind == "ran?":
             number = message["sequence"]
             self._send({"type": "ran", "sequence": number, "details": self.status.ran(number)})
+            return
+        if kind == "knock":
+            for callback in self._knocked:
+                callback()
             return
         if kind == "failure":
             self._fail(Failure.from_dict(message))
