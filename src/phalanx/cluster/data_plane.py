@@ -115,6 +115,14 @@ class Gate:
                 self._sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
                 self._is_closed = True
 
+    def release(self) -> None:
+        """Leave the gate open for good."""
+        self.open()
+        with self._lock:
+            sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+
 
 def _listener_at(address: Address) -> socket.socket | None:
     """A copy of the socket that listens at an address."""

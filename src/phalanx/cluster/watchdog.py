@@ -166,6 +166,8 @@ class Watchdog:
         self._stopped.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(10.0)
+        if self._gate is not None:
+            self._gate.release()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period):

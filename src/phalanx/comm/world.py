@@ -34,11 +34,12 @@ from phalanx.comm.lanes import Lane
 from phalanx.comm.links import Address, Links
 from phalanx.comm.mailbox import Mailbox
 from phalanx.core.deadlines import worker_deadline
-from phalanx.core.errors import InvalidValueError, PhalanxError
+from phalanx.core.errors import InvalidValueError, PhalanxError, UnauthenticatedError
 from phalanx.execution.meetings import Ledger, Meeting
 from phalanx.execution.throttle import THROTTLE
 
 _LOOK = 0.1  # seconds between looks at whether the job has failed
+_MOST_REFUSALS = 5
 _ROUTE = "PHALANX_COMM_ROUTE"
 
 
@@ -243,6 +244,7 @@ class World:
         assert self._connection is not None
         end = time.monotonic() + worker_deadline() if end is None else end
         host = split_address(self._connection.place.tasks[rank].address)[0]
+        refusals = 0
         while True:
             self.check()
             left = max(0.1, end - time.monotonic())
@@ -251,7 +253,13 @@ class World:
                 _, port, local = json.loads(found)
                 is_here = self._hosts[rank] == self._hosts[self.rank]
                 address = Address(host, port, local if is_here and self._links.address.local else "")
-                return self._links.dial(address, channel, left)
+                try:
+                    return self._links.dial(address, channel, left)
+                except (OSError, UnauthenticatedError):  # strangers may crowd out who belongs there
+                    refusals += 1
+                    if refusals >= _MOST_REFUSALS:
+                        raise
+                    time.sleep(_LOOK)
             if time.monotonic() > end:
                 raise LateError([rank])
 

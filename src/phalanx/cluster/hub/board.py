@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.cluster.hub import fields, waits
+from phalanx.cluster.hub import fields, joining, waits
 from phalanx.cluster.hub.agreement import MOST_CODES, Agreement
 from phalanx.cluster.hub.facts import Failure, Task, describe_exit, shorten
 from phalanx.cluster.hub.progress import Progress, Seat, describe_place
@@ -269,40 +269,15 @@ class Board:
 
     def _refuse(self, peer: int, task: Task, seat: Seat | None, info: Mapping[str, Any]) -> list[Out]:
         """Turn a newcomer away; while the job still starts, that is a failure of the job."""
-        newcomer = f"pid {info['pid']} on {info['host']}"
-        if seat is None:
-            known = ", ".join(str(s.task) for s in self._seats)
-            text = f"{task} ({newcomer}) is not in this job, which has {known}."
-            refusal = Failure("cluster", text, str(task))
-        else:
-            text = (
-                f"Two processes are {task}: pid {seat.info.get('pid')} on {seat.info.get('host')}, and "
-                f"{newcomer}. Give each process an index of its own (the key 'task' of TF_CONFIG), and "
-                "make sure that no worker of an older run is still alive."
-            )
-            refusal = Failure("duplicate", text, str(task))
+        refusal = joining.refusal(task, seat, info, self._names())
         out: list[Out] = [(peer, {"type": "failure", **refusal.as_dict()})]
         return out if self.is_ready else out + self._fail(refusal)
 
     def _check_alike(self, seat: Seat) -> list[Out]:
         """A failure if the newcomer differs from the first that joined in what all must share."""
         others = [s for s in self._joined() if s is not seat]
-        first = others[0] if others else seat
-        for name in ("phalanx", "jax"):
-            if first.info.get(name) != seat.info.get(name):
-                text = (
-                    f"The workers run different versions of {name}: {first} has "
-                    f"{first.info.get(name)}, {seat} has {seat.info.get(name)}. Install the same "
-                    "version everywhere."
-                )
-                return self._fail(Failure("version", text, str(seat.task)))
-        if first.info.get("cluster") != seat.info.get("cluster"):
-            text = (
-                f"The workers describe the cluster differently. {first}: {first.info.get('cluster')}; "
-                f"{seat}: {seat.info.get('cluster')}. Give all of them the same description."
-            )
-            return self._fail(Failure("cluster", text, str(seat.task)))
-        return []
+        failure = joining.difference(others[0] if others else seat, seat)
+        return [] if failure is None else self._fail(failure)
 
     def _missing_names(self) -> list[str]:
         return [str(task) for task in self.missing()]
@@ -366,7 +341,7 @@ class Board:
         """A member lost a connection to another member; that tells nothing yet if all are there."""
         left = [s for s in self._seats if s.state == "left"]
         site = fields.label(message, "site", "")
-        return self._fail(_finished(left, seat, site)) if left else []
+        return self._fail(joining.finished(left, seat, site)) if left else []
 
     def _leave(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         seat.state = "left"
@@ -459,11 +434,11 @@ class Board:
         for seat in self._joined():
             ended = [s for s in self._joined() if s.last is not None and s.last < seat.sequence]
             if ended:
-                return self._fail(_finished(ended, seat, seat.status.get("site")))
+                return self._fail(joining.finished(ended, seat, seat.status.get("site")))
             for want in (w for w in seat.waits if w.channel):
                 ended = [s for s in self._seats if s.rank in want.ranks and s.has_ended(want)]
                 if ended:
-                    return self._fail(_finished(ended, seat, want.site))
+                    return self._fail(joining.finished(ended, seat, want.site))
         return []
 
     def _settle_waits(self, now: float) -> list[Out]:
@@ -519,15 +494,6 @@ class Board:
 
     def _joined(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.state == "joined"]
-
-
-def _finished(ended: Sequence[Seat], seat: Seat, site: Any) -> Failure:
-    names = " and ".join(str(s) for s in ended)
-    text = (
-        f"{names} finished while {seat.task} still communicates, at {site or 'an unknown place'}. All "
-        "workers must run the same number of steps."
-    )
-    return Failure("left", text, str(ended[0].task))
 
 
 def _heard(message: Mapping[str, Any]) -> dict[str, Any]:
