@@ -24,6 +24,9 @@ from phalanx.comm.mailbox import Message
 from phalanx.comm.operations import GroupLike
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
+
+_LARGEST_TAG = 1 << 63
 
 
 def isend(tensor: Any, dst: int, group: GroupLike = None, tag: int = 0) -> Handle | None:
@@ -158,7 +161,9 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Handle]:
 
 def _begin(name: str, group: GroupLike, tag: Any, peer: Any, what: str, x: Any) -> Call | None:
     if isinstance(tag, bool) or not isinstance(tag, int):
-        raise InvalidTypeError(f"tag must be a whole number. Received: {tag!r}")
+        raise InvalidTypeError(f"tag must be a whole number. Received: {shown(tag)}")
+    if abs(tag) >= _LARGEST_TAG:
+        raise InvalidValueError(f"tag must be less than {_LARGEST_TAG}. Received: {shown(tag)}")
     if peer is not None:
         groups.check_rank(peer, what, groups.find(group))
     call = begin(name, group, True, [x])

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.core.errors import InvalidValueError, UnauthenticatedError, UnavailableError
+from phalanx.core.showing import shown
 
 __all__ = ["LONGEST_MESSAGE", "ProtocolError", "Stream", "encode"]
 
@@ -43,7 +44,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidValueError(
             "Values that workers exchange must be small and plain: finite numbers, texts, lists and "
-            f"dicts, as JSON has them. Received: {_shown(message)}"
+            f"dicts, as JSON has them. Received: {shown(message)}"
         ) from error
     if len(body) > LONGEST_MESSAGE:
         raise InvalidValueError(
@@ -51,13 +52,6 @@ def encode(message: Mapping[str, Any]) -> bytes:
             f"Received: {len(body)} bytes"
         )
     return len(body).to_bytes(4, "big") + body
-
-
-def _shown(message: Mapping[str, Any]) -> str:
-    try:
-        return f"{message!r:.200}"
-    except ValueError:  # a number of thousands of digits
-        return "a number that is too long to be shown"
 
 
 class Stream:
