@@ -122,7 +122,7 @@ def connect(
     timeout: float = 60.0,
     devices_per_worker: int | None = None,
     deadline: float | None = None,
-    warn_after: float = 5.0,
+    warn_after: float | None = None,
     grace: float = 15.0,
 ) -> Connection:
     """Meet the other workers of the cluster and start JAX on the devices of all of them.
@@ -137,7 +137,7 @@ def connect(
         devices_per_worker: the number of CPU devices of this worker; None leaves it as it is set.
         deadline: seconds after which a wait for other workers fails the job, by default
             PHALANX_DEADLINE.
-        warn_after: seconds after which a wait for other workers shows who is late.
+        warn_after: seconds after which a wait for other workers shows who is late; see `Watchdog`.
         grace: seconds for native code to come back after the job has failed.
     """
     end = time.monotonic() + timeout
@@ -163,6 +163,9 @@ def connect(
             data_plane.cut(listeners)
 
         member.on_failure(free_native_waits)
+        gate = data_plane.Gate(listener)
+        member.on_knock(gate.open)
+        watchdog.keep(gate, listeners)
     except BaseException as error:
         member.report_exception(error)
         member.leave()

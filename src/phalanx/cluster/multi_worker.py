@@ -12,6 +12,7 @@ from phalanx.cluster.definitions import ClusterDef
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tasks import task_index
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = [
     "collective_leader",
@@ -85,7 +86,7 @@ def validate_cluster_spec(
         if task_index(task_id, "`task_id`") not in indices:
             raise InvalidValueError(
                 f"`task_id` must be the index of a task in job {task_type!r}, one of {indices}. "
-                f"Received: {task_id!r}"
+                f"Received: {shown(task_id)}"
             )
     return cluster
 

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping
 
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["normal_tasks", "task_index", "text"]
 
@@ -20,7 +21,7 @@ def task_index(value: object, what: str = "A task index") -> int:
     >>> task_index("3")
     3
     """
-    problem = f"{what} must be a whole number from 0, such as 0 or '0'. Received: {value!r}"
+    problem = f"{what} must be a whole number from 0, such as 0 or '0'. Received: {shown(value)}"
     try:
         index = int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:

@@ -5,17 +5,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from phalanx.cluster.data_plane import Gate, tries_to_connect
 from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.facts import Failure
 from phalanx.cluster.hub.table import Table
+from phalanx.core.callsite import where_is
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import PhalanxError
 
@@ -25,6 +28,7 @@ EXIT_CODE = 70
 """How a process ends that hangs in native code after its job has failed."""
 
 _PERIOD = 0.5
+_WARN_AFTER = 5.0  # seconds
 _IDLE_GRACE = 4.0  # seconds
 _IDLE_SHARE = 0.1  # of one core
 
@@ -35,6 +39,8 @@ class Sight:
 
     Args:
         waits_since: since when the program has waited for other workers, None if it does not.
+        peers_since: since when an operation of px.comm has waited for other ranks.
+        input_since: since when the program has waited for its own input.
         device_waits_since: since when the newest program between workers has not finished.
         failed_since: since when the job has a failure.
         told: whether the program has been told of the failure by an exception.
@@ -42,6 +48,8 @@ class Sight:
     """
 
     waits_since: float | None = None
+    peers_since: float | None = None
+    input_since: float | None = None
     device_waits_since: float | None = None
     failed_since: float | None = None
     told: bool = False
@@ -75,9 +83,11 @@ class Watch:
 
     def look(self, sight: Sight, now: float) -> str | None:
         """What to do now: 'show', 'give up', 'end' or None."""
-        starts = [t for t in (sight.waits_since, sight.device_waits_since) if t is not None]
+        hidden = (sight.device_waits_since, sight.input_since)
+        starts = [t for t in (sight.waits_since, sight.peers_since, *hidden) if t is not None]
         if sight.failed_since is not None:
-            hangs = sight.waits_since is not None or (bool(starts) and not sight.told)
+            untold = not sight.told and any(t is not None for t in hidden)
+            hangs = sight.waits_since is not None or untold
             grace = min(self.grace, _IDLE_GRACE) if sight.is_idle else self.grace
             return "end" if hangs and now - sight.failed_since >= grace else None
         if not starts:
@@ -107,7 +117,8 @@ class Watchdog:
 
     Args:
         member: the worker's connection to the hub.
-        warn_after: seconds of waiting after which the table of workers is shown.
+        warn_after: seconds of waiting after which the table of workers is shown, by default five, or
+            half of a deadline that is shorter than ten.
         every: seconds after which it is shown again.
         deadline: seconds of waiting after which the job gives up, by default PHALANX_DEADLINE.
         grace: seconds for native code to come back after the job has failed; then the process is ended.
@@ -119,7 +130,7 @@ class Watchdog:
         self,
         member: Member,
         *,
-        warn_after: float = 5.0,
+        warn_after: float | None = None,
         every: float = 30.0,
         deadline: float | None = None,
         grace: float = 15.0,
@@ -128,14 +139,22 @@ class Watchdog:
     ) -> None:
         seconds = worker_deadline() if deadline is None else deadline
         self._member = member
+        warn_after = min(_WARN_AFTER, seconds / 2) if warn_after is None else warn_after
         self._watch = Watch(warn_after=warn_after, every=every, deadline=seconds, grace=grace)
         self._file, self._end = file, end
         self._pending: tuple[int, float] | None = None
+        self._gate: Gate | None = None
+        self._gates: list[Any] = []
+        self._reads: tuple[Any, float] | None = None
         self._failed_since: float | None = None
         self._computed = 0.0
         self._stopped = threading.Event()
         self._period = min(_PERIOD, max(0.02, min(warn_after, grace, seconds) / 4))
         self._thread = threading.Thread(target=self._run, name="phalanx-watchdog", daemon=True)
+
+    def keep(self, gate: Gate, addresses: Sequence[Any]) -> None:
+        """Close this gate whenever it need not be open; `addresses` are those of all gates."""
+        self._gate, self._gates = gate, list(addresses)
 
     def start(self) -> Watchdog:
         """Begin to watch."""
@@ -147,10 +166,13 @@ class Watchdog:
         self._stopped.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(10.0)
+        if self._gate is not None:
+            self._gate.release()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._period):
             now = time.monotonic()
+            self._look_at_gates()
             action = self._watch.look(self._sight(now), now)
             if action == "show":
                 if self._show():
@@ -161,13 +183,23 @@ class Watchdog:
                 self._end_process()
                 return
 
+    def _look_at_gates(self) -> None:
+        if self._gate is None:
+            return
+        self._gate.close()
+        if tries_to_connect(self._gates):
+            with contextlib.suppress(PhalanxError):
+                self._member.knock()
+
     def _sight(self, now: float) -> Sight:
         member = self._member
         if member.failure is not None and self._failed_since is None:
             self._failed_since, self._computed = now, time.process_time()
-        wait = member.wait
+        wait, peers = member.wait, member.status.long_peer_waits(now)
         return Sight(
             waits_since=None if wait is None else wait.since,
+            peers_since=peers[0].since if peers else None,
+            input_since=self._input_since(now),
             device_waits_since=self._device_waits_since(now),
             failed_since=self._failed_since,
             told=member.told,
@@ -178,6 +210,15 @@ class Watchdog:
         if self._failed_since is None:
             return False
         return time.process_time() - self._computed < _IDLE_SHARE * (now - self._failed_since)
+
+    def _input_since(self, now: float) -> float | None:
+        """Since when the program is in one and the same wait for input, as far as was seen."""
+        current = self._member.status.snapshot()
+        if self._member.status.phase != "input":
+            self._reads = None
+        elif self._reads is None or self._reads[0] != current:
+            self._reads = (current, now)
+        return None if self._reads is None else self._reads[1]
 
     def _device_waits_since(self, now: float) -> float | None:
         pending = self._member.status.pending
@@ -199,12 +240,19 @@ class Watchdog:
         if answer is None:
             return False
         table, is_first = answer
-        names = self._late_others(table)
-        if not names:
+        late = self._late(table)
+        if not late:
             return False  # all workers are in the same program, which just takes long
-        site = self._site()
-        where = f" at {site}" if site else ""
-        self._write(f"phalanx: {self._member.task} waits for {', '.join(names)}{where}.")
+        names = [row["worker"] for row in late]
+        if self._member.task in names:
+            lasts = max(row["seconds"] for row in late)
+            said = f"all workers have waited for their input for {lasts:.0f} seconds"
+        else:
+            site = self._site()
+            where = f" at {site}" if site else ""
+            places = ", ".join(_describe(row) for row in late)
+            said = f"{self._member.task} waits for {', '.join(names)}{where}. Late: {places}"
+        self._write(f"phalanx: {said}.")
         if is_first:
             self._write(str(table))
         return True
@@ -212,24 +260,32 @@ class Watchdog:
     def _give_up(self) -> None:
         """Only if somebody has been late for that long: a program may take as long as it takes."""
         answer = self._ask(0.0)
-        if answer is not None and self._late_others(answer[0], 0.9 * self._watch.deadline):
-            self._member.declare_deadline(self._site(), self._watch.deadline)
+        if answer is not None and self._late(answer[0], 0.9 * self._watch.deadline):
+            peers = self._member.status.long_peer_waits(time.monotonic())
+            what = peers[0].what if peers and self._member.wait is None else ""
+            self._member.declare_deadline(self._site(), self._watch.deadline, what)
 
-    def _late_others(self, table: Table, seconds: float = 0.0) -> list[str]:
-        return [
-            row["worker"]
-            for row in table.late()
-            if row["worker"] != self._member.task and max(row["behind"], row["quiet"]) >= seconds
-        ]
+    def _late(self, table: Table, seconds: float = 0.0) -> list[dict[str, Any]]:
+        """The rows of those that are late: not of this worker, unless all wait for their input."""
+        late = [row for row in table.late() if max(row["behind"], row["quiet"]) >= seconds]
+        others = [row for row in late if row["worker"] != self._member.task]
+        reads = all(row["phase"] == "input" and row["state"] == "joined" for row in table.rows)
+        return late if reads and len(late) == len(table.rows) else others
 
     def _site(self) -> str:
-        wait = self._member.wait
-        return (wait.site if wait is not None else "") or self._member.status.site
+        wait, peers = self._member.wait, self._member.status.long_peer_waits(time.monotonic())
+        if wait is not None and wait.site:
+            return wait.site
+        if peers:
+            return peers[0].site
+        is_reading = self._member.status.phase == "input"
+        return where_is(self._member.status.thread) if is_reading else self._member.status.site
 
     def _end_process(self) -> None:
         failure = self._member.failure or Failure("", "")
+        where = "its input" if self._member.status.phase == "input" else "native code"
         self._write(
-            f"phalanx: {self._member.task} hangs in native code although the job has failed, and is "
+            f"phalanx: {self._member.task} hangs in {where} although the job has failed, and is "
             f"ended with exit code {EXIT_CODE}. The failure: {failure.text}"
         )
         for stream in (sys.stdout, sys.stderr):
@@ -246,6 +302,15 @@ class Watchdog:
             file.flush()
         except (OSError, ValueError):
             self._file = None  # a closed file is no reason to stop watching
+
+
+def _describe(row: Mapping[str, Any]) -> str:
+    """Who is late, and where it has been for how long."""
+    if row["state"] != "joined":
+        return str(row["worker"])
+    site = f" at {row['site']}" if row["site"] else ""
+    lasts = f" for {row['seconds']:.0f} seconds" if row["seconds"] >= 1 else ""
+    return f"{row['worker']} in phase {row['phase']!r}{lasts}{site}"
 
 
 def _is_ready(pending: Any) -> bool:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.cluster.hub.status import PeerWait
 from phalanx.comm import groups
 from phalanx.comm.channels import Notice
 from phalanx.comm.devices import OnDevices
@@ -164,28 +165,40 @@ class Call:
         seconds = worker_deadline() if timeout is None else timeout
         before = world.programs()
 
+        wait = world.wait_of(self.group.members, notice)
+
         def run() -> Any:
-            return self._run(world, notice, seconds, before, work)
+            with wait:
+                return self._run(world, notice, seconds, before, work, wait)
 
         lane = world.lane(self.group.members)
         if not self.async_op:
-            ran, result = lane.try_now(run)
-            return (result if ran else self._wait(lane, run).result()), None
-        handle = Handle(lane.submit(run), self.site, world.check)
+            with wait.blocking():
+                ran, result = lane.try_now(run)
+            return (result if ran else self._wait(lane, run, wait).result()), None
+        handle = Handle(lane.submit(run), self.site, world.check, wait=wait.blocking)
         return PendingArray(handle), handle
 
-    def _wait(self, lane: Lane, run: Callable[[], Any]) -> Handle:
+    def _wait(self, lane: Lane, run: Callable[[], Any], wait: PeerWait) -> Handle:
         if lane.is_current:
             raise ContextError(
                 f"{self.name} cannot be waited for inside of a callback of another operation of the "
                 "same ranks, which it comes after. Use async_op=True there. Received: async_op=False"
             )
-        return Handle(lane.submit(run), self.site, groups.world().check)
+        return Handle(lane.submit(run), self.site, groups.world().check, wait=wait.blocking)
 
-    def _run(self, world: World, notice: Notice, seconds: float, before: Any, work: Work) -> Any:
+    def _run(
+        self,
+        world: World,
+        notice: Notice,
+        seconds: float,
+        before: Any,
+        work: Work,
+        wait: PeerWait,
+    ) -> Any:
         try:
             world.check()
-            channel = world.channel(self.group.members, seconds)
+            channel = world.channel(self.group.members, seconds, wait)
             host = OnHost(channel, self.group.ranks, notice, seconds)
             if world.is_on_host:
                 result = work(host)
@@ -196,7 +209,7 @@ class Call:
             channel.finish()
             return result
         except Exception as error:
-            cause = world.explain(error, notice)
+            cause = world.explain(error, notice, seconds)
             cause.add_note(f"In {self.name}, launched at {self.site}.")
             if cause is error:
                 raise

@@ -149,6 +149,7 @@ class Channel:
         self.links = {r: _Link(s) for r, s in sockets.items()}
         self.ranks = {link.sock.fileno(): r for r, link in self.links.items()}
         self.number = 0
+        self._transfer: Transfer | None = None
         self.under_way = False
         """Whether an operation was begun that has not been declared finished."""
 
@@ -158,15 +159,28 @@ class Channel:
             raise InterruptedChannelError
         self.under_way = True
         self.number = (self.number + 1) % (1 << 32)
-        return Transfer(self, notice, seconds)
+        self._transfer = Transfer(self, notice, seconds)
+        return self._transfer
 
     def more(self, seconds: float) -> Transfer:
         """Go on with an operation for which all members have been heard."""
-        return Transfer(self, None, seconds)
+        self._transfer = Transfer(self, None, seconds)
+        return self._transfer
 
     def finish(self) -> None:
         """The operation is over, and the next may begin."""
+        self._transfer = None
         self.under_way = False
+
+    def missing(self) -> list[int]:
+        """The members that are waited for at the moment; may be called by any thread."""
+        transfer = self._transfer
+        return [] if transfer is None else transfer.behind()
+
+    def moved(self) -> float:
+        """When something last moved; may be called by any thread."""
+        transfer = self._transfer
+        return 0.0 if transfer is None else transfer.moved
 
 
 class Transfer:
@@ -189,7 +203,7 @@ class Transfer:
         self.notices: dict[int, Notice] = {}
         self._unheard = set() if notice is None else set(self._links)
         self._differs = False
-        self._end = 0.0
+        self._end = self.moved = 0.0
         if notice is not None:
             self.notices[channel.rank] = notice
             self._same = notice.same.encode()
@@ -219,7 +233,8 @@ class Transfer:
             heard: called with a rank when its notice is there; may expect what follows it.
         """
         self._heard = heard
-        self._end = time.monotonic() + self._seconds
+        self.moved = time.monotonic()
+        self._end = self.moved + self._seconds
         for rank in self._links:
             self._push(rank)
             self._use_held(rank)
@@ -258,13 +273,15 @@ class Transfer:
             if event & (_OUT | _ENDED) and self._masks[rank] & _OUT:
                 self._push(rank)
         if events and not self._unheard and not self._differs:
-            self._end = time.monotonic() + self._seconds
+            self.moved = time.monotonic()
+            self._end = self.moved + self._seconds
         elif not events:
             self._channel.check()
             if time.monotonic() > self._end and not self._differs:
-                raise LateError(self._behind())
+                raise LateError(self.behind())
 
-    def _behind(self) -> list[int]:
+    def behind(self) -> list[int]:
+        """The members that are waited for; [] when everything has moved."""
         if self._unheard:
             return sorted(self._unheard)
         return sorted({r for r, q in self._in.items() if q} or {r for r, q in self._out.items() if q})

@@ -228,6 +228,7 @@ def send_object_list(
     data = objects.packed(list(object_list))
     send(_length(data), dst, group, tag)
     send(data, dst, group, tag)
+    objects.check_packed(data)
 
 
 def recv_object_list(

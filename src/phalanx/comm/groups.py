@@ -23,6 +23,7 @@ from phalanx.core.errors import (
     NotFoundError,
 )
 from phalanx.core.replica_context import ReplicaContext
+from phalanx.core.showing import shown
 from phalanx.strategies import workers
 
 WORLD_COMM_GROUP = "phalanx_world_group"
@@ -215,9 +216,9 @@ def check_ranks(ranks: Any) -> tuple[int, ...]:
     except TypeError:
         members = ()
     if not members or any(isinstance(r, bool) or not isinstance(r, int) for r in members):
-        raise InvalidValueError(f"A group needs a list of at least one rank. Received: {ranks!r}")
+        raise InvalidValueError(f"A group needs a list of at least one rank. Received: {shown(ranks)}")
     if len(set(members)) < len(members):
-        raise InvalidValueError(f"A group has each rank once. Received: {list(members)}")
+        raise InvalidValueError(f"A group has each rank once. Received: {shown(list(members))}")
     for rank in members:
         check_rank(rank, "Rank")
     return members
@@ -229,7 +230,7 @@ def check_rank(rank: Any, what: str, group: Group | None = None) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int) or rank not in known:
         where = "the world" if group is None else f"the group {group.name!r}"
         raise InvalidValueError(
-            f"{what} must be one of the ranks {list(known)} of {where}. Received: {rank!r}"
+            f"{what} must be one of the ranks {list(known)} of {where}. Received: {shown(rank)}"
         )
     return known.index(rank)
 
@@ -326,7 +327,7 @@ def get_world_rank_from_group_rank(group: Group | str | None, group_rank_id: int
     members = find(group).ranks
     if not isinstance(group_rank_id, int) or not 0 <= group_rank_id < len(members):
         raise InvalidValueError(
-            f"The group has the ranks 0 to {len(members) - 1}. Received: {group_rank_id!r}"
+            f"The group has the ranks 0 to {len(members) - 1}. Received: {shown(group_rank_id)}"
         )
     return members[group_rank_id]
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from phalanx.core.errors import DeadlineExceededError, InvalidValueError
@@ -26,6 +27,7 @@ class Handle:
         site: where the operation was launched.
         check: raises if the job has failed.
         source: the rank that a message came from, once it is there.
+        wait: how the wait for the operation is shown to the other ranks.
 
     Examples:
         >>> import numpy as np, phalanx as px
@@ -41,8 +43,10 @@ class Handle:
         site: str = "",
         check: Callable[[], None] | None = None,
         source: Callable[[], int] | None = None,
+        wait: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._future, self._site, self._check, self._source = future, site, check, source
+        self._wait = wait
         self._raised = False
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -73,6 +77,12 @@ class Handle:
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait, and return what the operation gives; raises its error every time."""
+        if not self._future.done():
+            with self._wait():
+                self._await(timeout)
+        return self._future.result()
+
+    def _await(self, timeout: float | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
         while not self._future.done():
             left = _LOOK if end is None else min(_LOOK, end - time.monotonic())
@@ -84,7 +94,6 @@ class Handle:
             wait_for_futures([self._future], left)
             if self._check is not None and not self._future.done():
                 self._check()
-        return self._future.result()
 
     def is_completed(self) -> bool:
         """Whether the operation has finished, well or not."""
@@ -107,7 +116,7 @@ class Handle:
 
     def following(self, future: Future[Any]) -> Handle:
         """A handle of the same operation whose end is that of another future."""
-        return Handle(future, self._site, self._check, self._source)
+        return Handle(future, self._site, self._check, self._source, self._wait)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self._future).__await__()

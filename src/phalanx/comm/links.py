@@ -30,6 +30,8 @@ _PROOF = hashlib.sha256().digest_size
 _LONGEST_PURPOSE = 4096
 _BACKLOG = 128
 _HANDSHAKE = 10.0  # seconds for both ends to prove themselves
+_MOST_STRANGERS = 64  # connections that have not proved themselves yet
+_PAUSE = 0.1  # seconds after a connection that could not be accepted
 _BUFFER = 4 << 20  # bytes that the system may hold of a connection, in each direction
 
 
@@ -63,6 +65,7 @@ class Links:
         self._arrived: dict[Purpose, socket.socket] = {}
         self._takers: dict[str, Callable[[int, socket.socket], None]] = {}
         self._all: list[socket.socket] = []
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listeners = [socket.create_server((host, 0), family=family, backlog=_BACKLOG)]
@@ -122,7 +125,7 @@ class Links:
             listener.close()
         self.cut()
         with self._changed:
-            for sock in self._all:
+            for sock in (*self._all, *self._strangers):
                 sock.close()
 
     # -- inside ----------------------------------------------------------------------------------
@@ -138,20 +141,45 @@ class Links:
         while not self._closed:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return
-            self._note(sock)
-            threading.Thread(
+            except OSError:  # the peer is gone already, or this process has no descriptor left
+                if not self._closed:
+                    time.sleep(_PAUSE)
+                continue
+            self._make_room(sock)
+            thread = threading.Thread(
                 target=self._admit, args=(sock,), name="phalanx-links-peer", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # this process can have no more threads
+                self._turn_away(sock)
+
+    def _make_room(self, newcomer: socket.socket) -> None:
+        """Let a stranger in; the oldest goes if there are too many, so that none keeps others out."""
+        with self._changed:
+            self._strangers[newcomer] = None
+            crowd = list(self._strangers)[:-_MOST_STRANGERS]
+        for sock in crowd:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            with self._changed:
+                self._strangers.pop(sock, None)
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        with self._changed:
+            self._strangers.pop(sock, None)
+        sock.close()
 
     def _admit(self, sock: socket.socket) -> None:
         try:
             purpose = _prove_to_dialler(sock, self._key)
             _prepare(sock)
-        except (OSError, UnauthenticatedError, ValueError, TypeError):
-            sock.close()
+        except (OSError, UnauthenticatedError, ValueError, TypeError, OverflowError):
+            self._turn_away(sock)
             return
+        with self._changed:
+            self._strangers.pop(sock, None)
+        self._note(sock)
         take = self._takers.get(purpose.channel)
         if take is not None:
             take(purpose.rank, sock)
@@ -208,6 +236,7 @@ def _prove_to_dialler(sock: socket.socket, key: bytes) -> Purpose:
     """The listener's side; returns what the other end wants, which has proved itself."""
     reader = _Reader(sock)
     nonce = secrets.token_bytes(_NONCE)
+    sock.settimeout(_HANDSHAKE)
     sock.sendall(_GREETING + nonce)
     other, proof = reader.read(_NONCE), reader.read(_PROOF)
     length = int.from_bytes(reader.read(4), "big")

@@ -11,6 +11,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,11 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from phalanx.comm.channels import LateError
 from phalanx.comm.links import Links, receive_exactly
+from phalanx.core.deadlines import worker_deadline
 
 CHANNEL = "messages"
 _LENGTHS = struct.Struct("!IQ")  # of the header, and of the bytes
 _LONGEST_HEADER = 1 << 20
+_LOOK = 0.1  # seconds between looks at whether the job has failed
 
 
 class Message(NamedTuple):
@@ -40,10 +44,25 @@ class Mailbox:
         rank: the rank of this worker.
         links: how it is reached.
         dial: connects to another worker for a channel; may wait for it.
+        check: raises if the job has failed.
+
+    Attributes:
+        sent: how many messages were sent to each rank.
+        received: how many messages have come from each rank.
+        moved: when a receiver last took something, by rank.
     """
 
-    def __init__(self, rank: int, links: Links, dial: Callable[[int, str], socket.socket]) -> None:
-        self._rank, self._dial = rank, dial
+    def __init__(
+        self,
+        rank: int,
+        links: Links,
+        dial: Callable[[int, str], socket.socket],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._rank, self._dial, self._check = rank, dial, check
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+        self.moved: dict[int, float] = {}
         self._lock = threading.Lock()
         self._arrived: dict[tuple[str, int], deque[Message]] = {}
         self._wanted: dict[str, list[tuple[int | None, Future[Message]]]] = {}
@@ -52,8 +71,19 @@ class Mailbox:
 
     # -- sending ---------------------------------------------------------------------------------
 
-    def post(self, rank: int, topic: str, about: dict[str, Any], data: Any = b"") -> None:
-        """Send a message; returns when it is on its way."""
+    def post(
+        self,
+        rank: int,
+        topic: str,
+        about: dict[str, Any],
+        data: Any = b"",
+        seconds: float | None = None,
+    ) -> None:
+        """Send a message; returns when it is on its way.
+
+        A `LateError` if the receiver takes nothing of it for so many seconds, by default the deadline
+        of workers.
+        """
         body = memoryview(data).cast("B")
         if rank == self._rank:
             self._deliver(topic, Message(rank, about, bytes(body)))
@@ -61,9 +91,23 @@ class Mailbox:
         header = json.dumps([topic, about]).encode()
         sock, lock = self._connection(rank)
         with lock:
-            sock.sendall(_LENGTHS.pack(len(header), len(body)) + header)
-            if len(body):
-                sock.sendall(body)
+            # Counted before it leaves, so that nobody has received more than was sent.
+            self.sent[rank] = self.sent.get(rank, 0) + 1
+            patience = worker_deadline() if seconds is None else seconds
+            for part in (memoryview(_LENGTHS.pack(len(header), len(body)) + header), body):
+                self._send(rank, sock, part, patience)
+
+    def _send(self, rank: int, sock: socket.socket, data: memoryview, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while len(data):
+            try:
+                data = data[sock.send(data) :]
+                self.moved[rank] = time.monotonic()
+                end = self.moved[rank] + seconds
+            except TimeoutError:
+                self._check()
+                if time.monotonic() > end:
+                    raise LateError([rank]) from None
 
     def _connection(self, rank: int) -> tuple[socket.socket, threading.Lock]:
         with self._lock:
@@ -71,6 +115,7 @@ class Mailbox:
         if known is not None:
             return known
         sock = self._dial(rank, CHANNEL)
+        sock.settimeout(_LOOK)
         with self._lock:
             if rank in self._out:  # another thread was quicker
                 sock.close()
@@ -96,6 +141,7 @@ class Mailbox:
 
     def _deliver(self, topic: str, message: Message) -> None:
         with self._lock:
+            self.received[message.source] = self.received.get(message.source, 0) + 1
             waiting = self._wanted.get(topic, [])
             chosen = next((w for w in waiting if w[0] in (None, message.source)), None)
             if chosen is None:

@@ -6,9 +6,10 @@ A message waits at its receiver until it is asked for, so that a send never wait
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,13 +17,16 @@ import numpy as np
 
 from phalanx.comm import groups, replica_messages
 from phalanx.comm.calls import Call, Outcome, as_array, begin, kind
-from phalanx.comm.channels import Notice
+from phalanx.comm.channels import LateError, Notice
 from phalanx.comm.handles import Handle, PendingArray
 from phalanx.comm.in_place import check_buffer, filled, write
 from phalanx.comm.mailbox import Message
 from phalanx.comm.operations import GroupLike
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
+
+_LARGEST_TAG = 1 << 63
 
 
 def isend(tensor: Any, dst: int, group: GroupLike = None, tag: int = 0) -> Handle | None:
@@ -47,17 +51,21 @@ def isend(tensor: Any, dst: int, group: GroupLike = None, tag: int = 0) -> Handl
     data = np.array(x)
     about = {"dtype": jnp.dtype(x.dtype).name, "shape": list(x.shape), "site": call.site}
 
+    wait = world.wait_for_receiver(dst, call.site)
+
     def run() -> None:
         try:
             world.check()
             assert world.mailbox is not None
-            world.mailbox.post(dst, topic, about, data.reshape(-1).view(np.uint8))
+            with wait:
+                world.mailbox.post(dst, topic, about, data.reshape(-1).view(np.uint8))
         except Exception as error:
-            cause = world.explain(error, Notice(f"send to rank {dst}", call.site))
+            cause = world.explain(error, Notice(wait.what, call.site))
             cause.add_note(f"In send, launched at {call.site}.")
             raise cause from error
 
-    return Handle(world.lane(("send", dst)).submit(run), call.site, world.check)
+    future = world.lane(("send", dst)).submit(run)
+    return Handle(future, call.site, world.check, wait=wait.blocking)
 
 
 def send(tensor: Any, dst: int, group: GroupLike = None, tag: int = 0) -> None:
@@ -153,7 +161,9 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Handle]:
 
 def _begin(name: str, group: GroupLike, tag: Any, peer: Any, what: str, x: Any) -> Call | None:
     if isinstance(tag, bool) or not isinstance(tag, int):
-        raise InvalidTypeError(f"tag must be a whole number. Received: {tag!r}")
+        raise InvalidTypeError(f"tag must be a whole number. Received: {shown(tag)}")
+    if abs(tag) >= _LARGEST_TAG:
+        raise InvalidValueError(f"tag must be less than {_LARGEST_TAG}. Received: {shown(tag)}")
     if peer is not None:
         groups.check_rank(peer, what, groups.find(group))
     call = begin(name, group, True, [x])
@@ -203,15 +213,21 @@ def _receive(tensor: Any, src: int | None, group: GroupLike, tag: int) -> Handle
 
     came.add_done_callback(lambda done: world.lane(("receive",)).submit(lambda: take(done)))
     end = time.monotonic() + worker_deadline()
+    others = [r for r in call.group.ranks if r != world.rank] if src is None else [src]
 
     def check() -> None:
         world.check()
         if time.monotonic() > end and not wait_for_futures([came], 0).done:
-            others = [r for r in call.group.ranks if r != world.rank] if src is None else [src]
-            text = (
-                f"rank {world.rank} waited for a message from {world.names(others)} until the "
-                f"deadline, at {call.site}."
-            )
-            raise world.fail("deadline", text)
+            raise world.explain(LateError(others), Notice("recv", call.site))
 
-    return Handle(future, call.site, check, lambda: sources[0])
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        if src is None:  # one of them is enough
+            with world.wait_for_any(others, call.site):
+                yield
+            return
+        wait = world.wait_for_message(src, call.site)
+        with wait, wait.blocking():
+            yield
+
+    return Handle(future, call.site, check, lambda: sources[0], waiting)

@@ -4,10 +4,14 @@ Between replicas of one process they are pickled as well, so that no two replica
 
 Unpickling runs code, so it happens for bytes of workers alone that have proved to know the job's token,
 which all connections of a job do.
+
+An object that cannot be pickled takes part as what is wrong with it, so that no rank waits for one that
+does not come: all that should have had the object raise the same error, and the ranks stay in step.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -16,21 +20,49 @@ import numpy as np
 
 from phalanx.comm import functional, groups
 from phalanx.comm.operations import GroupLike
+from phalanx.core.callsite import caller
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
+
+_OBJECT, _PROBLEM = b"\0", b"\1"  # what the rest of the bytes is
 
 
 def packed(value: Any) -> np.ndarray[Any, Any]:
-    """An object as bytes."""
+    """An object as bytes, or what is wrong with it."""
+    buffer = io.BytesIO()
+    buffer.write(_OBJECT)
     try:
-        data = pickle.dumps(value)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise InvalidTypeError(f"The object cannot be pickled. Received: {value!r}") from error
-    return np.frombuffer(data, np.uint8)
+        pickle.dump(value, buffer)
+    except Exception as error:  # noqa: BLE001 - an object may raise anything
+        where = f"rank {groups.own_rank()} at {caller()}"
+        text = f"The object of {where} cannot be pickled: {shown(error)}. Received: {shown(value)}"
+        return np.frombuffer(_PROBLEM + text.encode(), np.uint8)
+    return np.frombuffer(buffer.getbuffer(), np.uint8)
 
 
 def unpacked(data: Any) -> Any:
-    """The object of some bytes."""
-    return pickle.loads(np.asarray(data).tobytes())
+    """The object of some bytes; an error if it could not be pickled, or cannot be unpickled here."""
+    content = np.ascontiguousarray(data).data
+    if bytes(content[:1]) == _PROBLEM:
+        raise InvalidTypeError(bytes(content[1:]).decode())
+    try:
+        return pickle.loads(content[1:])
+    except Exception as error:
+        raise InvalidTypeError(
+            f"An object that another rank sent cannot be unpickled on rank {groups.own_rank()}. Its "
+            "class must be importable there, and what it does then must not fail. "
+            f"Received: {shown(error)}"
+        ) from error
+
+
+def _is_problem(data: Any) -> bool:
+    return bool(data[0] == _PROBLEM[0])
+
+
+def check_packed(data: Any) -> None:
+    """Require that an object could be pickled."""
+    if _is_problem(data):
+        unpacked(data)
 
 
 def check_place(name: str) -> None:
@@ -53,14 +85,22 @@ def all_gather_object(obj: Any, group: GroupLike = None) -> list[Any] | None:
     """
     check_place("all_gather_object")
     parts, _ = functional.all_gather(packed(obj), group)
-    return None if parts is None else [unpacked(p) for p in parts]
+    return None if parts is None else _all_unpacked(parts)
+
+
+def _all_unpacked(parts: Sequence[Any]) -> list[Any]:
+    return [unpacked(part) for part in parts]
 
 
 def gather_object(obj: Any, dst: int = 0, group: GroupLike = None) -> list[Any] | None:
     """A list of the objects of all ranks on rank `dst`, None elsewhere."""
     check_place("gather_object")
-    parts, _ = functional.gather(packed(obj), dst, group)
-    return None if parts is None else [unpacked(p) for p in parts]
+    mine = packed(obj)
+    parts, _ = functional.gather(mine, dst, group)
+    if parts is not None:
+        return _all_unpacked(parts)
+    check_packed(mine)
+    return None
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: GroupLike = None) -> None:
@@ -96,5 +136,8 @@ def scatter_object_list(objects: Sequence[Any] | None, src: int = 0, group: Grou
                 f"Rank {src} must give a list of {len(found)} objects. Received: {objects!r}"
             )
         blocks = [packed(o) for o in objects]
+        problems = [b for b in blocks if _is_problem(b)]
+        if problems:
+            blocks = problems[:1] * len(found)  # for all of them
     part, _ = functional.scatter(blocks, src, group)
     return None if part is None else unpacked(part)

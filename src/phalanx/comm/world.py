@@ -18,6 +18,7 @@ import jax
 from phalanx.cluster.bootstrap import Connection
 from phalanx.cluster.hub.dialling import split_address
 from phalanx.cluster.hub.facts import Failure
+from phalanx.cluster.hub.status import PeerWait, Status
 from phalanx.cluster.preflight import bind_host
 from phalanx.cluster.tokens import find_token
 from phalanx.comm import compat
@@ -33,11 +34,12 @@ from phalanx.comm.lanes import Lane
 from phalanx.comm.links import Address, Links
 from phalanx.comm.mailbox import Mailbox
 from phalanx.core.deadlines import worker_deadline
-from phalanx.core.errors import InvalidValueError, PhalanxError
+from phalanx.core.errors import InvalidValueError, PhalanxError, UnauthenticatedError
 from phalanx.execution.meetings import Ledger, Meeting
 from phalanx.execution.throttle import THROTTLE
 
 _LOOK = 0.1  # seconds between looks at whether the job has failed
+_MOST_REFUSALS = 5
 _ROUTE = "PHALANX_COMM_ROUTE"
 
 
@@ -58,6 +60,7 @@ class World:
         self._channels: dict[tuple[int, ...], Channel] = {}
         self._lock = threading.Lock()
         self._links: Links | None = None
+        self._status = Status()
         self._orderly: OrderlyLedger | None = None
         self.mailbox: Mailbox | None = None
         self._hosts = ["" for _ in range(self.size)]
@@ -72,9 +75,11 @@ class World:
         self._names = [f"rank {i} ({m.get('worker')})" for i, m in enumerate(connection.roster)]
         key = hashlib.sha256(b"collectives of " + token).digest()
         self._links = Links(self.rank, bind_host(place.task, place.is_local), key)
-        self.mailbox = Mailbox(self.rank, self._links, self._dial)
+        self.mailbox = Mailbox(self.rank, self._links, self._dial, self.check)
         compat.publish(f"phalanx/links/{self.rank}", json.dumps(self._links.address))
         connection.member.on_failure(lambda _: self._cut())
+        self._status = connection.member.status
+        self._status.operations = self._operations
         ledger = THROTTLE.ledger
         if ledger is not None and not self.is_on_host:
             self._orderly = OrderlyLedger(ledger, self.settle)
@@ -82,10 +87,6 @@ class World:
         atexit.register(self.settle)
 
     # -- the job ---------------------------------------------------------------------------------
-
-    def names(self, ranks: Sequence[int]) -> str:
-        """Ranks, for people."""
-        return ", ".join(self._names[r] for r in ranks)
 
     def check(self) -> None:
         """Raise the job's failure if there is one."""
@@ -99,13 +100,53 @@ class World:
         member.report(Failure(kind, text))
         return (member.failure or Failure(kind, text)).error()
 
-    def explain(self, error: Exception, notice: Notice) -> Exception:
+    def wait_of(self, members: Sequence[int], notice: Notice) -> PeerWait:
+        """How the wait in an operation of some members is shown to the other workers."""
+        others = [r for r in members if r != self.rank]
+        first = lambda: 1  # noqa: E731 - until the members are connected
+        return PeerWait(self._status, notice.same, notice.site, lambda: others, _name(members), first)
+
+    def wait_for_any(self, ranks: Sequence[int], site: str) -> PeerWait:
+        """How the wait for a message of any of some ranks is shown to the other workers."""
+        return PeerWait(self._status, "recv from any rank", site, lambda: ranks)
+
+    def wait_for_receiver(self, rank: int, site: str) -> PeerWait:
+        """How the wait for a rank that shall take a message is shown to the other workers."""
+        assert self.mailbox is not None
+        moved = self.mailbox.moved
+        wait = PeerWait(self._status, f"send to rank {rank}", site, lambda: [rank])
+        wait.moved = lambda: moved.get(rank, 0.0)
+        return wait
+
+    def wait_for_message(self, source: int, site: str) -> PeerWait:
+        """How the wait for the next message of a rank is shown to the other workers."""
+        assert self.mailbox is not None
+        received = self.mailbox.received
+        return PeerWait(
+            self._status,
+            "recv",
+            site,
+            lambda: [source],
+            f"to {self.rank}",
+            lambda: received.get(source, 0) + 1,
+        )
+
+    def _operations(self) -> dict[str, int]:
+        """How many operations this worker has begun, by their members, and messages by receiver."""
+        counts = {_name(members): c.number for members, c in list(self._channels.items())}
+        sent = {} if self.mailbox is None else dict(self.mailbox.sent)
+        return counts | {f"to {rank}": count for rank, count in sent.items()}
+
+    def explain(self, error: Exception, notice: Notice, seconds: float | None = None) -> Exception:
         """The error to raise for one that an operation has met; the job knows of it then."""
         at = f"{notice.same} at {notice.site}"
         if isinstance(error, DifferentError):
             return self.fail("mismatch", self._mismatch_text(error.notices))
         if isinstance(error, LateError):
-            return self.fail("deadline", self._late_text(error.ranks, notice))
+            assert self._connection is not None
+            waited = worker_deadline() if seconds is None else seconds
+            member = self._connection.member
+            return member.late(notice.site, waited, notice.same, error.ranks)
         if isinstance(error, InterruptedChannelError):
             text = f"The operation before {at} was interrupted on this rank or another."
             return self.fail("precondition", text)
@@ -162,17 +203,30 @@ class World:
 
     # -- connections -----------------------------------------------------------------------------
 
-    def channel(self, members: tuple[int, ...], seconds: float) -> Channel:
+    def channel(self, members: tuple[int, ...], seconds: float, wait: PeerWait) -> Channel:
         """The connections between the members of a group, which are made for its first operation.
 
         Of each pair, the member with the higher rank calls the other.
+
+        Args:
+            members: the ranks.
+            seconds: how long to wait for them.
+            wait: shows who is missing.
         """
         channel = self._channels.get(members)
-        if channel is not None:
-            return channel
+        if channel is None:
+            channel = self._channels[members] = self._connect(members, seconds, wait)
+        wait.missing, wait.moved = channel.missing, channel.moved
+        wait.number = lambda: channel.number
+        return channel
+
+    def _connect(self, members: tuple[int, ...], seconds: float, wait: PeerWait) -> Channel:
         assert self._links is not None
-        name, end = ",".join(map(str, members)), time.monotonic() + seconds
-        sockets = {r: self._dial(r, name, end) for r in members if r < self.rank}
+        name, end = _name(members), time.monotonic() + seconds
+        sockets: dict[int, socket.socket] = {}
+        wait.missing = lambda: [r for r in members if r != self.rank and r not in sockets]
+        for rank in (r for r in members if r < self.rank):
+            sockets[rank] = self._dial(rank, name, end)
         waiting = [r for r in members if r > self.rank]
         while waiting:
             found = self._links.wait(name, waiting[0], _LOOK)
@@ -182,8 +236,7 @@ class World:
             self.check()
             if time.monotonic() > end:
                 raise LateError([r for r in waiting if not self._links.has(name, r)])
-        channel = self._channels[members] = Channel(self.rank, sockets, self.check)
-        return channel
+        return Channel(self.rank, sockets, self.check)
 
     def _dial(self, rank: int, channel: str, end: float | None = None) -> socket.socket:
         """Connect to another worker; waits for it to come to its collectives."""
@@ -191,6 +244,7 @@ class World:
         assert self._connection is not None
         end = time.monotonic() + worker_deadline() if end is None else end
         host = split_address(self._connection.place.tasks[rank].address)[0]
+        refusals = 0
         while True:
             self.check()
             left = max(0.1, end - time.monotonic())
@@ -199,7 +253,13 @@ class World:
                 _, port, local = json.loads(found)
                 is_here = self._hosts[rank] == self._hosts[self.rank]
                 address = Address(host, port, local if is_here and self._links.address.local else "")
-                return self._links.dial(address, channel, left)
+                try:
+                    return self._links.dial(address, channel, left)
+                except (OSError, UnauthenticatedError):  # strangers may crowd out who belongs there
+                    refusals += 1
+                    if refusals >= _MOST_REFUSALS:
+                        raise
+                    time.sleep(_LOOK)
             if time.monotonic() > end:
                 raise LateError([rank])
 
@@ -208,13 +268,6 @@ class World:
             self._links.cut()
 
     # -- words -----------------------------------------------------------------------------------
-
-    def _late_text(self, late: Sequence[int], notice: Notice) -> str:
-        return (
-            f"{self._names[self.rank]} waited for {self.names(late)} until the deadline: {notice.same} "
-            f"at {notice.site} needs all members of the group. All of them must make the same calls in "
-            "the same order."
-        )
 
     def _mismatch_text(self, said: dict[int, Notice]) -> str:
         rule = (
@@ -246,6 +299,11 @@ class OrderlyLedger:
         """See `Ledger.begun`."""
         self.token = token
         self.inner.begun(token)
+
+
+def _name(members: Sequence[int]) -> str:
+    """How all members name the operations that they share."""
+    return ",".join(map(str, members))
 
 
 def device_of(rank: int) -> jax.Device:

@@ -9,6 +9,9 @@ import os
 from dataclasses import dataclass
 
 from phalanx.core.errors import InvalidValueError
+from phalanx.core.showing import shown
+
+_LONGEST = 1e9  # seconds
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,9 @@ def _seconds(variable: str, default: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not seconds > 0:
+    if not 0 < seconds <= _LONGEST:
         raise InvalidValueError(
-            f"The environment variable {variable} must be a positive number of seconds. "
-            f"Received: {text!r}"
+            f"The environment variable {variable} must be a positive number of seconds, at most "
+            f"{_LONGEST:g}: nothing waits for ever. Received: {shown(text)}"
         )
     return seconds

@@ -5,7 +5,8 @@ The training thread writes plain attributes of the watcher, so that telling cost
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,15 +16,32 @@ class Watcher(Protocol):
 
     phase: str
     step: int | None
+    thread: int
 
 
 _watchers: list[Watcher] = []
+_checks: list[Callable[[], None]] = []
 
 
-def watched_by(watcher: Watcher) -> None:
-    """Tell this watcher from now on, and no other."""
+def watched_by(watcher: Watcher, check: Callable[[], None] | None = None) -> None:
+    """Tell this watcher from now on, and no other.
+
+    Args:
+        watcher: who is told.
+        check: raises if what the process does is in vain; see `check`.
+    """
     watcher.step = 0
     _watchers[:] = [watcher]
+    _checks[:] = [] if check is None else [check]
+
+
+def check() -> None:
+    """Raise if what this process does is in vain, because its job has failed.
+
+    Whoever waits for something of its own process calls this from time to time.
+    """
+    for each in _checks:
+        each()
 
 
 @contextmanager
@@ -46,6 +64,7 @@ def phase(name: str) -> Iterator[None]:
         return
     watcher = _watchers[0]
     before, watcher.phase = watcher.phase, name
+    watcher.thread = threading.get_ident()
     try:
         yield
     finally:

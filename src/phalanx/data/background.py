@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from phalanx.core import compat
+from phalanx.core import compat, phases
 from phalanx.core.errors import InternalError
 
 T = TypeVar("T")
@@ -124,7 +124,10 @@ class Ahead(Generic[T]):
         """The next item; None at the end. What the iterator raised is raised here, again and again."""
         with self._changed:
             while not self._items and not self._ended and not self._stopped:
-                if not self._changed.wait(_LOOK_SECONDS) and not self._thread.is_alive():
+                if self._changed.wait(_LOOK_SECONDS):
+                    continue
+                phases.check()
+                if not self._thread.is_alive():
                     if self._ended or self._items:
                         break
                     raise InternalError(

@@ -36,7 +36,7 @@ def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap
             return connection
         connection = bootstrap.connect(resolver, deadline=deadline)
         THROTTLE.ledger = WorkerLedger(connection.member)
-        phases.watched_by(connection.member.status)
+        phases.watched_by(connection.member.status, connection.member.check)
         _connected.append((who, connection))
         return connection
 

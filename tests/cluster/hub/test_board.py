@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from phalanx.cluster.hub.agreement import CODE, UNKNOWN
 from phalanx.cluster.hub.board import STACK_PATIENCE, Board
 from phalanx.cluster.hub.facts import Failure, Task
+from phalanx.cluster.hub.frames import encode
 from phalanx.core import errors
 
 
@@ -434,6 +435,106 @@ def test_nonsense_is_refused(message):
     job = Job(2)
     with pytest.raises(errors.InvalidValueError):
         job.say(0, message)
+
+
+KINDS = [
+    "join",
+    "status",
+    "post",
+    "sign",
+    "ran",
+    "fail",
+    "broken",
+    "deadline",
+    "stack",
+    "leave",
+    "knock",
+    "table",
+    "stacks",
+    "tunnel",
+]
+FIELDS = [
+    "task_type",
+    "task_id",
+    "pid",
+    "host",
+    "cluster",
+    "devices",
+    "problem",
+    "phase",
+    "step",
+    "sequence",
+    "site",
+    "doing",
+    "place",
+    "seconds",
+    "waits",
+    "codes",
+    "first",
+    "name",
+    "value",
+    "last",
+    "operations",
+    "digest",
+    "details",
+    "kind",
+    "text",
+    "request",
+    "what",
+    "ranks",
+    "every",
+    "patience",
+    "channel",
+    "number",
+    "blocks",
+]
+GARBAGE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.integers()
+    | st.sampled_from([2**63, 10**99, -1])
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(FIELDS), GARBAGE)), max_size=5
+    )
+)
+def test_a_member_that_sends_garbage_harms_nobody(said):
+    """What it sends is taken, or refused by name; the others are answered as before."""
+    job = Job(3)
+    refused = False
+    for kind, fields in said:
+        try:
+            out = job.say(2, {**fields, "type": kind})
+        except errors.InvalidValueError:
+            refused = True
+            job.take(job.board.lost(2, job.now, "sent garbage"))
+            break
+        for _, message in out:
+            encode(message)
+        job.now += 1.0
+        encode({"rows": job.board.rows(job.now)})
+        job.take(job.board.tick(job.now))
+    if refused and job.board.failure is not None:
+        assert len(job.failures(0)) == 1
+    job.say(0, {"type": "table", "request": 77})
+    assert job.got(0, "table")[-1]["request"] == 77
+    if job.board.failure is None:
+        job.say(0, {"type": "post", "name": "still here", "value": 0})
+        job.say(1, {"type": "post", "name": "still here", "value": 1})
+        job.say(2, {"type": "post", "name": "still here", "value": 2})
+        (answer,) = [m for m in job.got(0, "exchanged") if m["name"] == "still here"]
+        assert answer["values"][:2] == [0, 1]
 
 
 def test_tasks_must_be_given_once():

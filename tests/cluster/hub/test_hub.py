@@ -395,6 +395,33 @@ def test_a_member_that_talks_nonsense_is_dropped_and_named():
         assert "worker 1" in failures(members[:1])[0]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"type":"join","task_type":"worker","task_id":1e999}',
+        '{"type":"status","sequence":1e999}',
+        '{"type":"status","seconds":NaN}',
+        '{"type":"deadline","seconds":Infinity}',
+        '{"type":"status","sequence":' + "9" * 5000 + "}",
+        '{"type":"status","sequence":' + "9" * 90 + "}",
+        '{"type":"status","waits":[{"ranks":[-1]}]}',
+        '{"type":"post","name":"a","last":0,"operations":{"b":-1}}',
+        "[" * 100_000,
+    ],
+)
+def test_numbers_that_are_none_are_refused_by_name_and_the_others_are_answered(body):
+    with job(3) as (hub, members):
+        with members[1]._lock:
+            members[1]._stream.outgoing.extend(len(body).to_bytes(4, "big") + body.encode())
+        members[1]._wake()
+        (first, third) = failures([members[0], members[2]])
+        assert first == third
+        assert first.startswith("worker 1 ")
+        assert "sent what the hub does not understand, and was dropped" in first
+        assert len(members[0].table()[0].rows) == 3
+        assert hub.table().rows[2]["state"] == "joined"
+
+
 def test_what_is_no_hub_is_an_error_at_once():
     with listen("127.0.0.1", 0) as other:
         port = other.getsockname()[1]
@@ -470,7 +497,8 @@ def test_the_table_is_shown_once_by_the_first_who_waits(how):
         for i in (0, 1):
             assert texts[i].count(f"phalanx: worker {i} waits for worker 2 at train.py:3.") == 1
         assert sorted("last call" in text for text in texts) == [False, True], "one shows the table"
-        assert any("load.py:1" in text for text in texts)
+        # What a worker says of itself, or the line that its thread is at if that lasts.
+        assert any("load.py:1" in text or "test_hub.py:" in text for text in texts)
 
 
 def test_nothing_is_shown_while_all_are_in_the_same_program():

@@ -105,6 +105,21 @@ def test_children_that_left_the_session_do_not_stay_either() -> None:
     assert wait_gone([int(lines.out[0][0])]) == []
 
 
+ALONE = "['env', '-i', 'setsid', 'sleep', '1000']"
+DAEMON = "['env', '-i', 'setsid', 'sh', '-c', 'sleep 1000 & echo $!']"
+
+
+def test_children_without_an_environment_do_not_stay_either() -> None:
+    escape = CHILD.replace("['sleep', '1000']", ALONE)
+    daemon = f"import subprocess; print(subprocess.check_output({DAEMON}).decode(), flush=True)\n"
+    daemon = daemon.replace("1000 &", "1000 > /dev/null &")
+    outcome, lines = run(escape, escape + "import os; os._exit(3)", daemon)
+    assert outcome.exit_code == 3
+    pids = [int(lines.out[i][0]) for i in range(3) if lines.out[i]]
+    assert len(pids) >= 2
+    assert wait_gone(pids) == []
+
+
 def test_the_timeout() -> None:
     outcome, _ = run(WAIT, "pass", timeout=0.3)
     assert outcome.exit_code == 124

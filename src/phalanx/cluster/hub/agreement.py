@@ -14,13 +14,16 @@ from typing import Any
 from phalanx.cluster.hub.facts import Failure, mismatch_text
 from phalanx.cluster.hub.progress import Seat
 
-__all__ = ["CODE", "UNKNOWN", "Agreement", "Verdict"]
+__all__ = ["CODE", "MOST_CODES", "UNKNOWN", "Agreement", "Verdict"]
 
 CODE = 8
 """The length of a code, in characters."""
 
 UNKNOWN = "-" * CODE
 """Stands for a program that a worker does not remember."""
+
+MOST_CODES = 4096 * CODE
+"""How many characters of codes a member may tell at once."""
 
 _PATIENCE = 5.0  # seconds that workers have for saying what they ran
 _KEPT_CODES = 4096

@@ -11,35 +11,30 @@ only written down.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.cluster.hub.agreement import Agreement
+from phalanx.cluster.hub import fields, joining, waits
+from phalanx.cluster.hub.agreement import MOST_CODES, Agreement
 from phalanx.cluster.hub.facts import Failure, Task, describe_exit, shorten
 from phalanx.cluster.hub.progress import Progress, Seat, describe_place
+from phalanx.cluster.hub.questions import STACK_PATIENCE, Out, Questions, StackRequest
+from phalanx.cluster.hub.waits import Want
 from phalanx.core.errors import InvalidValueError
 
-__all__ = ["Board", "Out"]
+__all__ = ["STACK_PATIENCE", "Board", "Out"]
 
-STACK_PATIENCE = 5.0
-"""For how many seconds members may be asked for their stacks before the rest must do without."""
-
-Out = tuple[int | None, dict[str, Any]]
-"""A message and the peer that it is for; None stands for whoever runs the hub."""
+_MOST_LATER = 64  # failures after the first that are written down
 
 
 @dataclass
-class _StackRequest:
-    """A question for stacks that is under way: to whom the answers go, and who has not answered."""
+class _Exchange:
+    """What members have brought to an exchange, and when."""
 
-    asker: int | None
-    name: Any  # what the asker calls the request
-    missing: set[int]  # ranks
-    until: float
-    texts: dict[str, str] = field(default_factory=dict)
-    deadline: dict[str, Any] | None = None  # the message that will end the job, once there are stacks
+    since: float
+    posts: dict[int, Any] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)
 
 
 class Board:
@@ -63,11 +58,10 @@ class Board:
         self._has_service = has_service
         self._failure: Failure | None = None
         self._later: list[Failure] = []
-        self._exchanges: dict[str, tuple[dict[int, Any], float]] = {}
+        self._exchanges: dict[str, _Exchange] = {}
         self._agreement = Agreement(self._seats)
         self._progress = Progress()
-        self._numbers = itertools.count(1)
-        self._requests: dict[int, _StackRequest] = {}
+        self._questions = Questions(self._seats)
         self._shown_at = -1e9  # when a member last showed the table
 
     # -- what is known ---------------------------------------------------------------------------
@@ -107,14 +101,49 @@ class Board:
 
     def rows(self, now: float) -> list[dict[str, Any]]:
         """The table of workers: one row per task, in the order of ranks."""
-        return [self._progress.row(seat, self._awaited(seat), now) for seat in self._seats]
+        wants = self._wants(now)
+        return [
+            {
+                **self._progress.row(seat, self._awaited(seat, now), now),
+                "waits": [w.describe(self._names()) for w in wants if w.rank == seat.rank],
+            }
+            for seat in self._seats
+        ]
 
-    def _awaited(self, seat: Seat) -> list[float]:
-        """Since when exchanges have been open that this task has not taken part in."""
-        return [since for posts, since in self._exchanges.values() if seat.rank not in posts]
+    def _names(self) -> list[str]:
+        return [str(seat.task) for seat in self._seats]
+
+    def _wants(self, now: float) -> list[Want]:
+        """Who waits for whom."""
+        wants = waits.step_wants(self._seats)
+        for seat in self._joined():
+            wants += seat.waits
+        for name, exchange in self._exchanges.items():
+            missing = [s.rank for s in self._joined() if s.rank not in exchange.posts]
+            for rank, posted in exchange.times.items():
+                seat = self._seats[rank]
+                if missing and seat.state == "joined" and seat.status.get("phase") in ("wait", "input"):
+                    since = max(posted, seat.reported - seat.status.get("seconds", 0.0))
+                    what, site = f"the exchange {name!r}", seat.status.get("site", "")
+                    wants.append(Want(rank, tuple(missing), since, seat.reported, what, site))
+        return wants
+
+    def _awaited(self, seat: Seat, now: float) -> list[float]:
+        """Since when others have waited for this task, other than in programs of the strategy."""
+        since = [e.since for e in self._exchanges.values() if seat.rank not in e.posts]
+        since += [w.since for s in self._joined() for w in s.waits if seat.rank in w.ranks]
+        if self._all_read_input() and all(seat.rank not in e.posts for e in self._exchanges.values()):
+            since.append(seat.reported - seat.status.get("seconds", 0.0))
+        return since
+
+    def _all_read_input(self) -> bool:
+        """Whether every task waits for its input, so that nobody is left to wait for them."""
+        return all(
+            seat.state == "joined" and seat.status.get("phase") == "input" for seat in self._seats
+        )
 
     def _behind(self, seat: Seat, now: float) -> float:
-        return self._progress.behind(seat, self._awaited(seat), now)
+        return self._progress.behind(seat, self._awaited(seat, now), now)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -143,20 +172,19 @@ class Board:
                 "deadline": self._deadline,
                 "stack": self._stack,
                 "leave": self._leave,
+                "knock": lambda *_: self._to_all({"type": "knock"}),
             }
-            if kind in handlers:
+            if isinstance(kind, str) and kind in handlers:
                 return handlers[kind](seat, message, now)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:
             raise InvalidValueError(
-                f"A peer sent a message that the hub does not understand. Received: {message!r:.200}"
+                f"The hub does not understand the message {kind!r:.80}. {error!s:.200}"
             ) from error
         raise InvalidValueError(f"There is no such message. Received: {kind!r:.80}")
 
     def lost(self, peer: int, now: float, cause: str = "") -> list[Out]:
         """The connection to a peer has ended. A member that had not left has died."""
-        for request in self._requests.values():
-            if request.asker == peer:
-                request.asker = None
+        self._questions.forget(peer)
         seat = self._by_peer.pop(peer, None)
         if seat is None:
             return []
@@ -165,7 +193,7 @@ class Board:
             return self._settle(now)
         seat.state = "dead"
         how = cause or "died: its connection closed without a goodbye"
-        site = seat.status.get("site")
+        site = seat.place
         at = f" It was at {site}." if site else ""
         phase = seat.status.get("phase")
         doing = f" while in phase {phase!r}" if phase else ""
@@ -210,11 +238,14 @@ class Board:
     def _join(self, peer: int, message: Mapping[str, Any], now: float) -> list[Out]:
         if peer in self._by_peer:
             raise InvalidValueError("A member can join once only.")
-        key = (str(message["task_type"]), int(message["task_id"]))
-        info = {
-            name: message.get(name)
-            for name in ("pid", "host", "phalanx", "jax", "python", "devices", "cluster")
+        key = (fields.label(message, "task_type"), fields.whole(message, "task_id"))
+        info: dict[str, Any] = {
+            name: fields.text(message, name, "")
+            for name in ("host", "phalanx", "jax", "python", "cluster")
         }
+        info["pid"] = fields.whole(message, "pid", 0)
+        info["devices"] = None if message.get("devices") is None else fields.whole(message, "devices")
+        problem = fields.failure(message, "problem")
         seat = self._by_task.get(key)
         if seat is None or seat.state != "absent":
             return self._refuse(peer, Task(*key), seat, info)
@@ -227,8 +258,8 @@ class Board:
         here = {"type": "joined", "worker": str(seat.task), **info, "missing": self._missing_names()}
         out += self._to_all(here)
         out.append((None, here))
-        if message.get("problem"):
-            out += self._fail(Failure.from_dict(message["problem"]))
+        if problem is not None:
+            out += self._fail(problem)
         out += self._check_alike(seat) or self._check_complete()
         if self.is_ready and self._failure is None:
             members = [{"worker": str(s.task), **s.info} for s in self._seats]
@@ -238,40 +269,15 @@ class Board:
 
     def _refuse(self, peer: int, task: Task, seat: Seat | None, info: Mapping[str, Any]) -> list[Out]:
         """Turn a newcomer away; while the job still starts, that is a failure of the job."""
-        newcomer = f"pid {info['pid']} on {info['host']}"
-        if seat is None:
-            known = ", ".join(str(s.task) for s in self._seats)
-            text = f"{task} ({newcomer}) is not in this job, which has {known}."
-            refusal = Failure("cluster", text, str(task))
-        else:
-            text = (
-                f"Two processes are {task}: pid {seat.info.get('pid')} on {seat.info.get('host')}, and "
-                f"{newcomer}. Give each process an index of its own (the key 'task' of TF_CONFIG), and "
-                "make sure that no worker of an older run is still alive."
-            )
-            refusal = Failure("duplicate", text, str(task))
+        refusal = joining.refusal(task, seat, info, self._names())
         out: list[Out] = [(peer, {"type": "failure", **refusal.as_dict()})]
         return out if self.is_ready else out + self._fail(refusal)
 
     def _check_alike(self, seat: Seat) -> list[Out]:
         """A failure if the newcomer differs from the first that joined in what all must share."""
         others = [s for s in self._joined() if s is not seat]
-        first = others[0] if others else seat
-        for name in ("phalanx", "jax"):
-            if first.info.get(name) != seat.info.get(name):
-                text = (
-                    f"The workers run different versions of {name}: {first} has "
-                    f"{first.info.get(name)}, {seat} has {seat.info.get(name)}. Install the same "
-                    "version everywhere."
-                )
-                return self._fail(Failure("version", text, str(seat.task)))
-        if first.info.get("cluster") != seat.info.get("cluster"):
-            text = (
-                f"The workers describe the cluster differently. {first}: {first.info.get('cluster')}; "
-                f"{seat}: {seat.info.get('cluster')}. Give all of them the same description."
-            )
-            return self._fail(Failure("cluster", text, str(seat.task)))
-        return []
+        failure = joining.difference(others[0] if others else seat, seat)
+        return [] if failure is None else self._fail(failure)
 
     def _missing_names(self) -> list[str]:
         return [str(task) for task in self.missing()]
@@ -279,41 +285,54 @@ class Board:
     # -- what members say ------------------------------------------------------------------------
 
     def _status(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
-        seat.status = {
-            "phase": str(message.get("phase", "")),
-            "step": message.get("step"),
-            "site": str(message.get("site") or seat.status.get("site", "")),
-            "seconds": float(message.get("seconds", 0.0)),
+        known = seat.status.get("site", "")
+        status = {
+            "phase": fields.label(message, "phase", ""),
+            "step": None if message.get("step") is None else fields.whole(message, "step"),
+            "site": fields.label(message, "site", "") or known,
+            "doing": fields.label(message, "doing", ""),
+            "place": fields.label(message, "place", ""),
+            "seconds": fields.seconds(message, "seconds", 0.0),
         }
-        self._progress.reach(seat, int(message.get("sequence", 0)), now)
-        if message.get("codes"):
-            first, codes = int(message["first"]), str(message["codes"])
-            self._agreement.ran_codes(seat.rank, first, codes, now)
+        sequence = fields.whole(message, "sequence", 0)
+        found = waits.reported(seat.rank, message, len(self._seats), now)
+        codes = fields.text(message, "codes", "")
+        if len(codes) > MOST_CODES:
+            raise InvalidValueError(f"Too many programs at once. Received: {len(codes)} characters")
+        first = fields.whole(message, "first") if codes else 0
+        seat.status, seat.reported, seat.waits = status, now, found
+        self._progress.reach(seat, sequence, now)
+        self._agreement.ran_codes(seat.rank, first, codes, now)
         return self._settle(now)
 
     def _post(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
-        posts, _ = self._exchanges.setdefault(str(message["name"]), ({}, now))
-        posts[seat.rank] = message.get("value")
-        if message.get("last") is not None:
-            seat.last = max(int(message["last"]), seat.sequence)
+        name = fields.label(message, "name")
+        last = None if message.get("last") is None else fields.whole(message, "last")
+        operations = fields.mapping(message, "operations")
+        counts = {str(channel): fields.whole(operations, channel) for channel in operations}
+        exchange = self._exchanges.setdefault(name, _Exchange(now))
+        exchange.posts[seat.rank] = message.get("value")
+        exchange.times[seat.rank] = now
+        if last is not None:
+            seat.last, seat.operations = max(last, seat.sequence), counts
         return self._settle(now)
 
     def _sign(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
-        number, digest = int(message["sequence"]), str(message["digest"])
+        number, digest = fields.whole(message, "sequence"), fields.label(message, "digest")
         details = message.get("details")
         if isinstance(details, Mapping) and details.get("site"):
-            seat.status = {**seat.status, "site": str(details["site"])}
+            seat.status = {**seat.status, "site": fields.label(details, "site")}
         self._progress.reach(seat, number, now)
         self._agreement.sign(seat.rank, number, digest, details)
         return self._settle(now)
 
     def _ran(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
-        self._agreement.ran(seat.rank, int(message["sequence"]), message.get("details"))
+        self._agreement.ran(seat.rank, fields.whole(message, "sequence"), message.get("details"))
         return self._settle(now)
 
     def _fail_message(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
-        failure = Failure(str(message["kind"]), shorten(str(message["text"])), str(seat.task))
-        out = self._fail(failure)
+        kind, text = fields.label(message, "kind"), fields.text(message, "text")
+        out = self._fail(Failure(kind, text, str(seat.task)))
         if message.get("request") is not None and seat.peer is not None:
             out.append((seat.peer, _heard(message)))
         return out
@@ -321,7 +340,8 @@ class Board:
     def _broken(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member lost a connection to another member; that tells nothing yet if all are there."""
         left = [s for s in self._seats if s.state == "left"]
-        return self._fail(_finished(left, seat, message.get("site"))) if left else []
+        site = fields.label(message, "site", "")
+        return self._fail(joining.finished(left, seat, site)) if left else []
 
     def _leave(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         seat.state = "left"
@@ -332,19 +352,26 @@ class Board:
 
     def _deadline(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member has waited for too long: ask those who are late where they are, then give up."""
-        if self._failure is not None or any(r.deadline for r in self._requests.values()):
+        final = {
+            "site": fields.label(message, "site", ""),
+            "what": fields.label(message, "what", ""),
+            "seconds": fields.seconds(message, "seconds", 0.0),
+            "waiting": str(seat.task),
+        }
+        ranks = fields.wholes(message, "ranks") if message.get("ranks") else ()
+        if self._failure is not None or self._questions.about_a_deadline:
             return []
         late = [s for s in self._joined() if self._behind(s, now) > 0]
+        guilty = waits.culprits(self._wants(now))
+        late = [s for s in late if s.rank in guilty] or late  # the others wait themselves
         late = [s for s in late if s.silence(now)] or late  # who is frozen keeps up the others
-        late = late or [s for s in self._joined() if s is not seat]
-        final = {**message, "waiting": str(seat.task), "late": [s.rank for s in late]}
-        return self._request_stacks(_request(None, None, late, now + STACK_PATIENCE, final), now)
+        others = [s for s in self._joined() if s is not seat]
+        late = late or [s for s in others if s.rank in ranks] or others
+        final["late"] = [s.rank for s in late]
+        return self._questions.ask(None, None, late, now + STACK_PATIENCE, final) + self._settle(now)
 
     def _stack(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
-        request = self._requests.get(int(message["request"]))
-        if request is not None and seat.rank in request.missing:
-            request.missing.discard(seat.rank)
-            request.texts[str(seat.task)] = shorten(str(message["text"]))
+        self._questions.answer(seat, fields.whole(message, "request"), fields.text(message, "text"))
         return self._settle(now)
 
     # -- questions -------------------------------------------------------------------------------
@@ -352,7 +379,8 @@ class Board:
     def _table(self, peer: int, message: Mapping[str, Any], now: float) -> list[Out]:
         rows = self.rows(now)
         late = any(row["behind"] or row["quiet"] for row in rows)
-        first = late and now - self._shown_at > float(message.get("every", float("inf")))
+        every = message.get("every")
+        first = late and every is not None and now - self._shown_at > fields.seconds(message, "every")
         if first:
             self._shown_at = now
         answer = {
@@ -365,30 +393,24 @@ class Board:
         return [(peer, answer)]
 
     def _ask_stacks(self, peer: int | None, message: Mapping[str, Any], now: float) -> list[Out]:
-        patience = min(60.0, float(message.get("patience", STACK_PATIENCE)))
-        request = _request(peer, message.get("request"), self._joined(), now + patience)
-        return self._request_stacks(request, now)
-
-    def _request_stacks(self, request: _StackRequest, now: float) -> list[Out]:
-        number = next(self._numbers)
-        self._requests[number] = request
-        asked = [self._seats[rank] for rank in sorted(request.missing)]
-        out: list[Out] = [(seat.peer, {"type": "stack?", "request": number}) for seat in asked]
-        return out + self._settle(now)
+        patience = min(60.0, fields.seconds(message, "patience", STACK_PATIENCE))
+        name = message.get("request")
+        return self._questions.ask(peer, name, self._joined(), now + patience) + self._settle(now)
 
     # -- consequences ----------------------------------------------------------------------------
 
     def _settle(self, now: float) -> list[Out]:
         """Everything that has become true: exchanges and signatures complete, questions answered."""
         out: list[Out] = []
-        for name in [n for n in self._exchanges if self._all_in(self._exchanges[n][0])]:
-            posts, _ = self._exchanges.pop(name)
+        for name in [n for n in self._exchanges if self._all_in(self._exchanges[n].posts)]:
+            posts = self._exchanges.pop(name).posts
             values = [posts.get(seat.rank) for seat in self._seats]
             out += self._to_all({"type": "exchanged", "name": name, "values": values})
         out += self._settle_agreement(now)
         out += self._settle_ends()
-        for number in list(self._requests):
-            out += self._settle_stacks(number, now)
+        out += self._settle_waits(now)
+        for request in self._questions.settle(now):
+            out += self._answer_stacks(request, now)
         return out
 
     def _all_in(self, posts: Mapping[int, Any]) -> bool:
@@ -406,28 +428,32 @@ class Board:
         return out if verdict.failure is None else out + self._fail(verdict.failure)
 
     def _settle_ends(self) -> list[Out]:
-        """A failure if some run more programs than others, who have come to their end."""
+        """A failure if some go on further than others, who have come to their end."""
         if self._failure is not None:
             return []
         for seat in self._joined():
             ended = [s for s in self._joined() if s.last is not None and s.last < seat.sequence]
             if ended:
-                return self._fail(_finished(ended, seat, seat.status.get("site")))
+                return self._fail(joining.finished(ended, seat, seat.status.get("site")))
+            for want in (w for w in seat.waits if w.channel):
+                ended = [s for s in self._seats if s.rank in want.ranks and s.has_ended(want)]
+                if ended:
+                    return self._fail(joining.finished(ended, seat, want.site))
         return []
 
-    def _settle_stacks(self, number: int, now: float) -> list[Out]:
-        request = self._requests[number]
-        waiting = {r for r in request.missing if self._seats[r].state == "joined"}
-        if waiting and now < request.until:
+    def _settle_waits(self, now: float) -> list[Out]:
+        """A failure if workers wait for each other in different calls."""
+        if self._failure is not None or not any(seat.waits for seat in self._seats):
             return []
-        del self._requests[number]
-        for rank in waiting:
-            request.texts[str(self._seats[rank].task)] = "It did not answer in time."
+        failure = waits.deadlock(self._wants(now), self._names())
+        return [] if failure is None else self._fail(failure)
+
+    def _answer_stacks(self, request: StackRequest, now: float) -> list[Out]:
         if request.deadline is not None:
             return self._give_up(request, now)
         return [(request.asker, {"type": "stacks", "request": request.name, "stacks": request.texts})]
 
-    def _give_up(self, request: _StackRequest, now: float) -> list[Out]:
+    def _give_up(self, request: StackRequest, now: float) -> list[Out]:
         message = request.deadline or {}
         late = [self._seats[rank] for rank in message["late"]]
         if missing := self._missing_names():
@@ -435,23 +461,28 @@ class Board:
             where = ", ".join(f"{t} ({t.address})" if t.address else str(t) for t in self.missing())
             text = (
                 f"{len(missing)} of {len(self._seats)} workers did not join within "
-                f"{float(message.get('seconds', 0.0)):g} seconds. Missing: {where}. Joined: {here}. "
+                f"{message['seconds']:g} seconds. Missing: {where}. Joined: {here}. "
                 "Start the missing ones, or look into their output."
             )
             return self._fail(Failure("deadline", text))
         rows = self.rows(now)
         places = [describe_place(seat, rows[seat.rank]) for seat in late]
+        what = f" in {message['what']}" if message["what"] else ""
+        source = "PHALANX_DEADLINE" + (", or the timeout of the call" if what else "")
         text = (
-            f"{message['waiting']} waited for {float(message.get('seconds', 0.0)):g} seconds at "
-            f"{message.get('site') or 'an unknown place'}, which is the deadline (PHALANX_DEADLINE). "
+            f"{message['waiting']} waited for {message['seconds']:g} seconds{what} at "
+            f"{message['site'] or 'an unknown place'}, which is the deadline ({source}). "
             f"Late: {', '.join(places) or 'nobody that is known'}."
         )
+        waiting = [f"\n  {row['worker']} {wait}" for row in rows for wait in row["waits"]]
+        text += "\nWho waits:" + "".join(waiting) if waiting else ""
         stacks = [f"\n{name}:\n{stack}" for name, stack in sorted(request.texts.items())]
         task = str(late[0].task) if len(late) == 1 else ""
         return self._fail(Failure("deadline", shorten(text + "".join(stacks)), task))
 
     def _fail(self, failure: Failure) -> list[Out]:
         if self._failure is not None:
+            del self._later[_MOST_LATER - 1 :]
             self._later.append(failure)
             return [(None, {"type": "later", **failure.as_dict()})]
         self._failure = failure
@@ -465,20 +496,5 @@ class Board:
         return [seat for seat in self._seats if seat.state == "joined"]
 
 
-def _finished(ended: Sequence[Seat], seat: Seat, site: Any) -> Failure:
-    names = " and ".join(str(s) for s in ended)
-    text = (
-        f"{names} finished while {seat.task} still communicates, at {site or 'an unknown place'}. All "
-        "workers must run the same number of steps."
-    )
-    return Failure("left", text, str(ended[0].task))
-
-
 def _heard(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "heard", "request": message.get("request")}
-
-
-def _request(
-    asker: int | None, name: Any, seats: Sequence[Seat], until: float, final: Any = None
-) -> _StackRequest:
-    return _StackRequest(asker, name, {seat.rank for seat in seats}, until, deadline=final)

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from importlib import metadata
@@ -22,10 +22,11 @@ from typing import Any
 import phalanx
 from phalanx.cluster.hub import dialling
 from phalanx.cluster.hub.agreement import CODE, UNKNOWN
-from phalanx.cluster.hub.facts import Failure, shorten
+from phalanx.cluster.hub.facts import Failure, describe_program, shorten
 from phalanx.cluster.hub.frames import ProtocolError
 from phalanx.cluster.hub.status import Status, Waiting, all_stacks
 from phalanx.cluster.hub.table import Table
+from phalanx.core.callsite import lines_of, where_is
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import DeadlineExceededError, PhalanxError, UnauthenticatedError
 
@@ -37,6 +38,8 @@ _INTERVAL = 0.25  # seconds between looks at the status
 _SIGN_OF_LIFE = 1.0  # seconds after which the status is sent although nothing has changed
 _ANSWER = 10.0  # seconds within which the hub itself answers
 _CHUNK = 256 * 1024
+_LONGEST_SITE = 2000  # characters
+_READERS = ("phalanx-input", "px-")  # how the names of threads begin that read input
 
 Roster = dict[str, Any]
 """Who is in the job, once all have joined: "members", a list of dicts by rank, and whether there is a
@@ -95,6 +98,7 @@ class Member:
         self.told = False
         self._failure: Failure | None = None
         self._callbacks: list[Callable[[Failure], None]] = []
+        self._knocked: list[Callable[[], None]] = []
         self._changed = threading.Condition()
         self._roster: Roster | None = None
         self._arrivals: list[dict[str, Any]] = []
@@ -158,6 +162,14 @@ class Member:
                 return
         callback(self._failure)
 
+    def on_knock(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, in the member's thread, whenever devices of workers want to connect."""
+        self._knocked.append(callback)
+
+    def knock(self) -> None:
+        """Tell all workers that devices want to connect."""
+        self._send({"type": "knock"})
+
     def wait_joined(
         self, timeout: float, progress: Callable[[dict[str, Any]], None] | None = None
     ) -> Roster:
@@ -177,7 +189,7 @@ class Member:
             if self._roster is not None:
                 return self._roster
             if not news and time.monotonic() >= end:
-                raise self._late("the start", timeout)
+                raise self.late("the start", timeout)
 
     def meet(self, name: str, timeout: float) -> bool:
         """Wait until all workers are at the same place, or have finished; returns whether they are.
@@ -188,8 +200,9 @@ class Member:
         """
         key = f"meet {name}"
         if self._failure is None and not self._closing:
-            last = int(self.status.sequence)
-            self._send({"type": "post", "name": key, "value": None, "last": last})
+            last, operations = int(self.status.sequence), self.status.operations()
+            post = {"type": "post", "name": key, "value": None}
+            self._send({**post, "last": last, "operations": operations})
             with self._changed:
                 self._changed.wait_for(lambda: key in self._exchanged or self._failure, timeout)
         return self._exchanged.pop(key, None) is not None
@@ -279,9 +292,20 @@ class Member:
         with contextlib.suppress(FutureTimeout, PhalanxError):
             self._ask(message, timeout)
 
-    def declare_deadline(self, site: str, seconds: float) -> None:
-        """Tell the hub that this worker has waited for too long; the job's failure follows."""
-        self._send({"type": "deadline", "site": site, "seconds": seconds})
+    def declare_deadline(
+        self, site: str, seconds: float, what: str = "", ranks: Sequence[int] = ()
+    ) -> None:
+        """Tell the hub that this worker has waited for too long; the job's failure follows.
+
+        Args:
+            site: where it waited.
+            seconds: for how long.
+            what: in which operation, in words.
+            ranks: those that it has waited for, if it knows.
+        """
+        site, what = site[:_LONGEST_SITE], what[:_LONGEST_SITE]
+        about = {"site": site, "seconds": seconds, "what": what, "ranks": list(ranks)}
+        self._send({"type": "deadline", **about})
 
     def table(self, every: float = 0.0, timeout: float = _ANSWER) -> tuple[Table, bool]:
         """Who does what, and whether this member should show it.
@@ -317,11 +341,13 @@ class Member:
             self._changed.wait_for(lambda: done() or self._failure is not None, seconds)
         self.check()  # first: what is done after a failure was done without those who are gone
         if not done():
-            raise self._late(site, seconds)
+            raise self.late(site, seconds)
 
-    def _late(self, site: str, seconds: float) -> PhalanxError:
-        """Let the hub say who is late, on all workers."""
-        self.declare_deadline(site, seconds)
+    def late(
+        self, site: str, seconds: float, what: str = "", ranks: Sequence[int] = ()
+    ) -> PhalanxError:
+        """Let the hub say who is late, on all workers; returns the error to raise."""
+        self.declare_deadline(site, seconds, what, ranks)
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, _ANSWER)
         if self._failure is not None:
@@ -372,24 +398,41 @@ class Member:
 
     def _report_status(self) -> None:
         now = time.monotonic()
-        current = self.status.snapshot()
+        waits = self.status.long_peer_waits(now)
+        current = (*self.status.snapshot(), [(id(w), w.ranks()) for w in waits])
         if current != self._last:
             self._last, self._last_change = current, now
         elif now - self._last_sent < _SIGN_OF_LIFE:
             return
         self._last_sent = now
-        phase, step, sequence, site = current
+        phase, step, sequence, site, _ = current
         message = {
             "type": "status",
             "phase": phase,
             "step": None if step is None else int(step),
             "sequence": int(sequence),
-            "site": site,
+            "site": site[:_LONGEST_SITE],
             "seconds": now - self._last_change,
             **self._new_codes(),
         }
+        if waits:
+            is_single = self.status.is_single
+            message["waits"] = [wait.report(now, is_single) for wait in waits]
+        if now - self._last_change >= _SIGN_OF_LIFE / 2:
+            message |= self._details()
         with self._lock:
             self._stream.send(message)
+
+    def _details(self) -> dict[str, str]:
+        """What is told of a worker that does the same for a while: where it is, and in what program."""
+        status = self.status
+        place = where_is(status.thread)
+        reading = [line for line in lines_of(_READERS) if line != place]
+        if status.phase == "input" and reading:
+            place += f", which reads its input at {' and '.join(reading[:2])}"
+        ran = status.ran(status.sequence) if status.phase == "wait" else None
+        doing = describe_program({**ran, "site": ""}) if isinstance(ran, Mapping) else ""
+        return {"place": place[:_LONGEST_SITE], "doing": doing[:_LONGEST_SITE]}
 
     def _new_codes(self) -> dict[str, Any]:
         """Which programs were begun since the last report."""
@@ -427,6 +470,10 @@ class Member:
         if kind == "ran?":
             number = message["sequence"]
             self._send({"type": "ran", "sequence": number, "details": self.status.ran(number)})
+            return
+        if kind == "knock":
+            for callback in self._knocked:
+                callback()
             return
         if kind == "failure":
             self._fail(Failure.from_dict(message))

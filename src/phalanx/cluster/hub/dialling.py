@@ -8,11 +8,13 @@ import time
 from phalanx.cluster.hub.frames import ProtocolError, Stream
 from phalanx.cluster.hub.sockets import keep_alive
 from phalanx.core.errors import DeadlineExceededError, InvalidValueError, UnauthenticatedError
+from phalanx.core.showing import shown
 
 __all__ = ["dial", "is_broken_connection", "split_address"]
 
 _ATTEMPT = 5.0  # seconds for one try
 _PAUSE = 0.1  # seconds between tries
+_LONGEST_PORT = 10  # digits, zeros in front among them
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -22,9 +24,11 @@ def split_address(address: str) -> tuple[str, int]:
     (('host0', 2222), ('::1', 80))
     """
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or not host or int(port) > 65535:
+    is_number = port.isascii() and port.isdigit() and len(port) <= _LONGEST_PORT
+    if not colon or not host or not is_number or int(port) > 65535:
         raise InvalidValueError(
-            f"An address must be a host and a port, for example 'host0:2222'. Received: {address!r}"
+            "An address must be a host and a port up to 65535, for example 'host0:2222'. "
+            f"Received: {shown(address)}"
         )
     return host.strip("[]"), int(port)
 

@@ -10,17 +10,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from phalanx.core.errors import InvalidValueError, UnauthenticatedError, UnavailableError
+from phalanx.core.showing import shown
 
 __all__ = ["LONGEST_MESSAGE", "ProtocolError", "Stream", "encode"]
 
 LONGEST_MESSAGE = 8 * 1024 * 1024
 _GREETING = b"phalanx-hub 1\n"
 _NONCE = 32
+_LONGEST_NUMBER = 100  # digits; then it can still become a number with a fraction
 _PROOF = hashlib.sha256().digest_size
 _REFUSAL = b"phalanx-hub: this token is wrong"  # as long as a proof, in its place
 assert len(_REFUSAL) == _PROOF
@@ -37,11 +40,11 @@ def encode(message: Mapping[str, Any]) -> bytes:
     b'\x00\x00\x00\x10{"type":"leave"}'
     """
     try:
-        body = json.dumps(message, separators=(",", ":")).encode()
+        body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidValueError(
-            "Values that workers exchange must be small and plain: numbers, texts, lists and dicts, as "
-            f"JSON has them. Received: {message!r:.200}"
+            "Values that workers exchange must be small and plain: finite numbers, texts, lists and "
+            f"dicts, as JSON has them. Received: {shown(message)}"
         ) from error
     if len(body) > LONGEST_MESSAGE:
         raise InvalidValueError(
@@ -164,9 +167,22 @@ class Stream:
 
 def _decode(body: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(body)
+        message = json.loads(body, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"A peer sent a message that is no JSON: {body[:80]!r}") from error
     if not isinstance(message, dict):
         raise ProtocolError(f"A peer sent a message that is no JSON object: {body[:80]!r}")
     return message
+
+
+def _whole(text: str) -> int:
+    if len(text) > _LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"a number that is not finite: {text:.40}")
+    return number

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.cluster.hub.facts import Task
+
+if TYPE_CHECKING:
+    from phalanx.cluster.hub.waits import Want
 
 __all__ = ["Progress", "Seat"]
 
@@ -26,7 +29,10 @@ class Seat:
     status: dict[str, Any] = field(default_factory=dict)
     sequence: int = 0  # the last program that it has begun or wants to begin
     last: int | None = None  # the last program that it will ever run, once it is known
+    operations: Mapping[str, int] = field(default_factory=dict)  # of px.comm, once that is known
+    waits: list[Want] = field(default_factory=list)  # for other members, as it has reported them
     heard: float = 0.0
+    reported: float = 0.0  # when its status came
     exit: str = ""  # how its process ended, if a launcher has told
 
     @property
@@ -34,10 +40,19 @@ class Seat:
         """Whether the task was there and will not come back."""
         return self.state in ("left", "dead")
 
+    def has_ended(self, want: Want) -> bool:
+        """Whether it has come to its end without the operation that somebody waits for."""
+        return self.last is not None and self.operations.get(want.channel, 0) < want.number
+
     def silence(self, now: float) -> float:
         """For how many seconds nothing was heard of it; 0 unless that is strange."""
         seconds = now - self.heard if self.state == "joined" else 0.0
         return seconds if seconds > _QUIET else 0.0
+
+    @property
+    def place(self) -> str:
+        """Where in the user's program it is, as far as that is known."""
+        return str(self.status.get("place") or self.status.get("site", ""))
 
     def __str__(self) -> str:
         host, pid = self.info.get("host"), self.info.get("pid")
@@ -82,10 +97,10 @@ class Progress:
             "host": seat.info.get("host") or "",
             "pid": seat.info.get("pid"),
             "state": seat.state,
-            "phase": seat.status.get("phase", ""),
+            "phase": "wait" if any(w.blocks for w in seat.waits) else seat.status.get("phase", ""),
             "step": seat.status.get("step"),
             "sequence": seat.sequence,
-            "site": seat.status.get("site", ""),
+            "site": seat.place,
             "seconds": round(seat.status.get("seconds", 0.0) + silence, 3),
             "quiet": round(seat.silence(now), 3),
             "behind": round(self.behind(seat, awaited_since, now), 3),
@@ -95,5 +110,6 @@ class Progress:
 def describe_place(seat: Seat, row: Mapping[str, Any]) -> str:
     """Where a late task is, in words."""
     site = f" at {row['site']}" if row["site"] else ""
+    lasts = f" for {row['seconds']:.0f} seconds" if row["seconds"] >= 1 else ""
     quiet = f", silent for {row['quiet']:.0f} seconds" if row["quiet"] else ""
-    return f"{seat}, {row['behind']:.0f} seconds behind, in phase {row['phase']!r}{site}{quiet}"
+    return f"{seat}, {row['behind']:.0f} seconds behind, in phase {row['phase']!r}{lasts}{site}{quiet}"

@@ -105,6 +105,7 @@ class Hub:
         self._stack_futures: dict[int, Future[dict[str, str]]] = {}
         self._changed = threading.Condition()
         self._stop = False
+        self._rests = False  # does not listen, because it has no descriptor for who comes
         self._thread = threading.Thread(target=self._serve, name="phalanx-hub", daemon=True)
 
     # -- life ------------------------------------------------------------------------------------
@@ -264,10 +265,16 @@ class Hub:
                     self._serve_connection(key.data, mask)
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + _TICK
-                self._drop_strangers()
+                self._drop_strangers(_MOST_STRANGERS)
+                self._listen_again()
                 self._send(self._board.tick(time.monotonic()))
             with self._changed:
                 self._changed.notify_all()
+
+    def _listen_again(self) -> None:
+        if self._rests and self._listener is not None:
+            self._rests = False
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def _run_commands(self) -> None:
         assert self._wake_out is not None
@@ -281,7 +288,12 @@ class Hub:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the peer is gone already, or this process has no descriptor left
+        except ConnectionError:  # the peer is gone already
+            return
+        except OSError:  # this process has no descriptor left: wait for a while
+            self._drop_strangers(0)
+            self._selector.unregister(self._listener)
+            self._rests = True
             return
         sock.setblocking(False)
         keep_alive(sock)
@@ -291,12 +303,14 @@ class Hub:
         self._connections[number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._flush(connection)
+        self._drop_strangers(_MOST_STRANGERS)
 
-    def _drop_strangers(self) -> None:
+    def _drop_strangers(self, most: int) -> None:
+        """Drop those that take too long to prove themselves, and the oldest of too many."""
         now = time.monotonic()
         strangers = [c for c in self._connections.values() if not c.stream.proven]
         strangers.sort(key=lambda c: c.since)
-        crowd = strangers[: max(0, len(strangers) - _MOST_STRANGERS)]
+        crowd = strangers[: max(0, len(strangers) - most)]
         for connection in strangers:
             if connection in crowd or now - connection.since > _PROOF_PATIENCE:
                 self._drop(connection)
@@ -323,9 +337,9 @@ class Hub:
                     self._open_tunnel(connection)
                     return
                 self._send(self._board.handle(connection.number, message, time.monotonic()))
-        except (ProtocolError, UnauthenticatedError, InvalidValueError):
+        except (ProtocolError, UnauthenticatedError, InvalidValueError) as error:
             self._flush(connection)
-            self._drop(connection)
+            self._drop(connection, f"sent what the hub does not understand, and was dropped ({error})")
             return
         self._flush(connection)
 
@@ -359,12 +373,12 @@ class Hub:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if outgoing else 0)
         self._selector.modify(connection.socket, events, connection)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: _Connection, why: str = "") -> None:
         if self._connections.pop(connection.number, None) is None:
             return
         self._selector.unregister(connection.socket)
         connection.socket.close()
-        cause = self._how_it_ended(connection.number)
+        cause = why or self._how_it_ended(connection.number)
         self._send(self._board.lost(connection.number, time.monotonic(), cause))
 
     def _how_it_ended(self, peer: int) -> str:

@@ -148,6 +148,7 @@ class Process:
             raise NotFoundError(
                 f"The program cannot be started: {error.strerror}. Received: {argv[0]!r}"
             ) from error
+        guard_program.brand(self.pid, self._mark)
         guard.watch(self.pid)
         self.exit_fd = _exit_fd(self.pid)
         assert self._popen.stdout is not None

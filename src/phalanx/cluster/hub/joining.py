@@ -1,0 +1,53 @@
+"""What is wrong with those who come to a job, and with those who leave it too early, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.cluster.hub.facts import Failure, Task
+from phalanx.cluster.hub.progress import Seat
+
+__all__ = ["difference", "finished", "refusal"]
+
+
+def refusal(task: Task, seat: Seat | None, info: Mapping[str, Any], known: Sequence[str]) -> Failure:
+    """Why a newcomer cannot be a task: there is no such one, or somebody is it already."""
+    newcomer = f"pid {info['pid']} on {info['host']}"
+    if seat is None:
+        text = f"{task} ({newcomer}) is not in this job, which has {', '.join(known)}."
+        return Failure("cluster", text, str(task))
+    text = (
+        f"Two processes are {task}: pid {seat.info.get('pid')} on {seat.info.get('host')}, and "
+        f"{newcomer}. Give each process an index of its own (the key 'task' of TF_CONFIG), and "
+        "make sure that no worker of an older run is still alive."
+    )
+    return Failure("duplicate", text, str(task))
+
+
+def difference(first: Seat, seat: Seat) -> Failure | None:
+    """In what a newcomer differs from the first that joined although all must share it."""
+    for name in ("phalanx", "jax"):
+        if first.info.get(name) != seat.info.get(name):
+            text = (
+                f"The workers run different versions of {name}: {first} has {first.info.get(name)}, "
+                f"{seat} has {seat.info.get(name)}. Install the same version everywhere."
+            )
+            return Failure("version", text, str(seat.task))
+    if first.info.get("cluster") != seat.info.get("cluster"):
+        text = (
+            f"The workers describe the cluster differently. {first}: {first.info.get('cluster')}; "
+            f"{seat}: {seat.info.get('cluster')}. Give all of them the same description."
+        )
+        return Failure("cluster", text, str(seat.task))
+    return None
+
+
+def finished(ended: Sequence[Seat], seat: Seat, site: Any) -> Failure:
+    """Some have come to their end while another goes on."""
+    names = " and ".join(str(s) for s in ended)
+    text = (
+        f"{names} finished while {seat.task} still communicates, at {site or 'an unknown place'}. All "
+        "workers must run the same number of steps."
+    )
+    return Failure("left", text, str(ended[0].task))
