@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.core import context as ctx
 from phalanx.core import host_memory, phases
-from phalanx.core.errors import AbortedError, InvalidValueError, OutOfRangeError
+from phalanx.core.errors import AbortedError, InvalidValueError, OutOfRangeError, shown
 from phalanx.core.interrupts import uninterrupted
 from phalanx.core.options import InputOptions
 from phalanx.core.pulls import begins_loop, gives_elements
@@ -443,7 +443,7 @@ def _check_state(state: Any, place: Place, division: Division) -> None:
     if state.get("rows") and (division.policy == "DATA" or division.batch is None):
         raise InvalidValueError(
             "The position is in the middle of a batch, because it comes from an input that is cut by "
-            f"the nominal batch size; this one is not. Received: {state!r}"
+            f"the nominal batch size; this one is not. Received: {shown(state)}"
         )
     where = (state.get("worker", 0), state.get("workers", 1))
     here = (0, 1) if division.is_shared else (place.worker, place.workers)
@@ -451,5 +451,5 @@ def _check_state(state: Any, place: Place, division: Division) -> None:
         raise InvalidValueError(
             "With this auto-shard policy every worker reads rows of its own, so a position can only be "
             f"restored on the same worker of as many workers: {here[0]} of {here[1]}. "
-            f"Received: a position of worker {where[0]} of {where[1]}"
+            f"Received: a position of worker {shown(where[0])} of {shown(where[1])}"
         )

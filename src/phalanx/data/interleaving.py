@@ -25,6 +25,9 @@ from phalanx.data.node import (
 from phalanx.data.parallel import POLL
 from phalanx.data.threads import Pool, Task, threads_for
 
+MOST_DATASETS = 2**20
+"""How many datasets may be open at the same time."""
+
 
 class _Inner:
     """The first dataset that the function made; all others must be like it."""

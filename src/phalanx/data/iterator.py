@@ -14,7 +14,7 @@ from typing import Any
 from jax import tree_util
 
 from phalanx.core import host_memory
-from phalanx.core.errors import DataLossError, InvalidValueError, OutOfRangeError
+from phalanx.core.errors import DataLossError, InvalidValueError, OutOfRangeError, shown
 from phalanx.core.interrupts import uninterrupted
 from phalanx.core.pulls import begins_loop, gives_elements
 from phalanx.data.background import Ahead
@@ -52,7 +52,7 @@ def check_state(state: Any) -> dict[str, int]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InvalidValueError(
                 "A state is what Iterator.state() returned: a dictionary with the numbers epoch, index "
-                f"and seed. Received: {state!r}"
+                f"and seed. Received: {shown(state)}"
             )
     return numbers
 

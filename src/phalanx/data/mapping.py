@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidTypeError
+from phalanx.core.errors import InvalidTypeError, shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Builder, Chunk, Column, stack
 from phalanx.data.elements import Ragged
@@ -232,7 +232,9 @@ def _truth(answer: Any) -> bool:
     if isinstance(answer, bool | np.bool_):
         return bool(answer)
     if np.shape(answer) != () or np.asarray(answer).dtype != np.bool_:
-        raise InvalidTypeError(f"The function given to filter must return a bool. Received: {answer!r}")
+        raise InvalidTypeError(
+            f"The function given to filter must return a bool. Received: {shown(answer)}"
+        )
     return bool(answer)
 
 
