@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from phalanx.data.background import Ahead, AtOnce
+from phalanx.data.background import Ahead
+from phalanx.data.handover import Elements
 
 DEADLINE = 30.0
 
@@ -27,7 +28,7 @@ class Work:
         self.cancelled = False
         self.thread: threading.Thread | None = None
 
-    def __call__(self) -> Iterator[Any]:
+    def __call__(self) -> Iterator[tuple[Any, int]]:
         self.thread = threading.current_thread()
         try:
             for i in range(self.count):
@@ -35,7 +36,7 @@ class Work:
                 with self.reached:
                     self.made.append(item)
                     self.reached.notify_all()
-                yield item
+                yield item, i + 1
         finally:
             self.closed.set()
 
@@ -56,17 +57,17 @@ def drain(items: Any) -> list[Any]:
 
 @pytest.mark.parametrize("depth", [1, 2, 7, 100])
 def test_items_come_in_order(depth: int) -> None:
-    assert drain(Ahead(Work(), depth)) == list(range(10))
+    assert drain(Ahead(Work(), depth, Elements(0))) == list(range(10))
 
 
 def test_the_end_stays_the_end() -> None:
-    ahead = Ahead(Work(1), 1)
+    ahead = Ahead(Work(1), 1, Elements(0))
     assert [ahead.get(), ahead.get(), ahead.get()] == [0, None, None]
 
 
 def test_no_more_is_made_than_was_asked_for() -> None:
     work = Work(100)
-    ahead = Ahead(work, 3)
+    ahead = Ahead(work, 3, Elements(0))
     assert ahead.get() == 0
     work.wait_until_made(5)  # three wait, and one more is in the hand of the thread
     assert ahead.get() == 1
@@ -77,7 +78,7 @@ def test_no_more_is_made_than_was_asked_for() -> None:
 
 def test_stopping_closes_the_work_in_its_thread() -> None:
     work = Work(100)
-    ahead = Ahead(work, 1)
+    ahead = Ahead(work, 1, Elements(0))
     ahead.get()
     ahead.stop()
     assert work.closed.is_set()
@@ -92,7 +93,7 @@ def test_an_error_comes_after_the_items_before_it_and_again() -> None:
     def make(i: int) -> int:
         return 1 // (2 - i) + i
 
-    ahead = Ahead(Work(5, make), 1)
+    ahead = Ahead(Work(5, make), 1, Elements(0))
     assert [ahead.get(), ahead.get()] == [0, 2]
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -101,7 +102,7 @@ def test_an_error_comes_after_the_items_before_it_and_again() -> None:
 
 def test_settings_of_the_caller_hold_in_the_thread() -> None:
     with jax.enable_x64(True):
-        ahead = Ahead(Work(2, lambda i: jnp.asarray(2**40 + i)), 1)
+        ahead = Ahead(Work(2, lambda i: jnp.asarray(2**40 + i)), 1, Elements(0))
         assert [int(x) for x in drain(ahead)] == [2**40, 2**40 + 1]
 
 
@@ -110,7 +111,7 @@ def test_nothing_keeps_an_owner_alive() -> None:
 
     class Owner:
         def __init__(self) -> None:
-            self.ahead = Ahead(Work(100), 1)
+            self.ahead = Ahead(Work(100), 1, Elements(0))
 
     import weakref
 
@@ -123,13 +124,13 @@ def test_nothing_keeps_an_owner_alive() -> None:
     ahead.stop()
 
 
-def test_at_once_makes_items_when_they_are_asked_for() -> None:
+def test_without_depth_items_are_made_when_they_are_asked_for() -> None:
     work = Work()
-    items = AtOnce(work)
-    assert work.made == []
-    assert items.get() == 0
-    assert work.made == [0]
-    assert work.thread is threading.current_thread()
-    items.stop()
+    ahead = Ahead(work, 0, Elements(0))
+    for i in range(3):
+        assert ahead.get() == i
+        assert work.made == list(range(i + 1))
+    assert ahead.elements.position == 3
+    ahead.stop()
     assert work.closed.is_set()
-    assert items.get() is None
+    assert ahead.get() is None

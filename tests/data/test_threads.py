@@ -245,9 +245,13 @@ def test_chunks_are_cut_to_what_was_asked_for() -> None:
 
 def test_a_pool_does_tasks_and_passes_on_errors() -> None:
     pool = Pool(2, "px-test")
-    assert [pool.submit(divmod, n, 3).result(DEADLINE) for n in range(3)] == [(0, 0), (0, 1), (0, 2)]
+    tasks = [pool.submit(divmod, n, 3) for n in range(3)]
+    assert all(pool.wait([task], DEADLINE) for task in tasks)
+    assert [task.result() for task in tasks] == [(0, 0), (0, 1), (0, 2)]
+    failing = pool.submit(divmod, 1, 0)
+    assert pool.wait([failing], DEADLINE)
     with pytest.raises(ZeroDivisionError):
-        pool.submit(divmod, 1, 0).result(DEADLINE)
+        failing.result()
     pool.close()
     assert all_end()
 
@@ -266,8 +270,10 @@ def test_a_pool_that_is_closed_drops_what_has_not_begun() -> None:
     assert begun.wait(DEADLINE)
     pool.stop()
     go.set()
-    assert running.result(DEADLINE) == "done"
-    assert waiting.cancelled()
+    assert pool.wait([running], DEADLINE)
+    assert running.result() == "done"
+    with pytest.raises(px.errors.CancelledError):
+        waiting.result()
     pool.close()
 
 

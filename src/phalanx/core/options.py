@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any, NamedTuple
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
 
 
 class NamedEnum(enum.Enum):
@@ -236,9 +236,9 @@ class InputContext:
         """The part of a global batch that one replica gets; the batch must divide evenly."""
         if global_batch_size % self._num_replicas_in_sync:
             raise InvalidValueError(
-                f"The global batch size {global_batch_size} is not divisible by the number of "
+                f"The global batch size {shown(global_batch_size)} is not divisible by the number of "
                 f"replicas in sync, {self._num_replicas_in_sync}. Choose a multiple of it. "
-                f"Received: global_batch_size={global_batch_size}"
+                f"Received: global_batch_size={shown(global_batch_size)}"
             )
         return global_batch_size // self._num_replicas_in_sync
 

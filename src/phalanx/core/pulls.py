@@ -81,7 +81,9 @@ def gives_elements(method: Method) -> Method:
     def give(self: Any, *args: Any, **kwargs: Any) -> Any:
         feed = _current.feed
         if feed is None or not (feed.tracing or feed.elements):
-            return method(self, *args, **kwargs)
+            if args or kwargs:
+                return method(self, *args, **kwargs)
+            return method(self)  # a plain call: no interrupt gets between it and the element
         if ctx.active_replica() is not None:
             raise InvalidValueError(
                 "A compiled function takes elements before it runs, so next(iterator) must be called "

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError, shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column, stack
 from phalanx.data.elements import (
@@ -252,7 +252,7 @@ def _spread(structure: Any, given: Any, name: str) -> list[Any]:
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidValueError(
             f"{name} of padded_batch must have the structure of the elements, {structure}. "
-            f"Received: {given!r}"
+            f"Received: {shown(given)}"
         ) from error
 
 
@@ -266,13 +266,13 @@ def _check_shape(shape: Any, spec: TensorSpec) -> tuple[int | None, ...]:
     if len(dims) != rank or not all(map(_is_dim, dims)):
         raise InvalidValueError(
             f"padded_shapes of padded_batch needs {rank} dimensions for {spec}, each a size, or None "
-            f"or -1 for the longest. Received: {shape!r}"
+            f"or -1 for the longest. Received: {shown(shape)}"
         )
     for want, have in zip(dims, spec.shape, strict=True):
         if want is not None and want >= 0 and have is not None and have > want:
             raise InvalidValueError(
                 f"padded_batch cannot make elements smaller: {spec.shape} does not fit into the padded "
-                f"shape. Received: {shape!r}"
+                f"shape. Received: {shown(shape)}"
             )
     return tuple(None if d is None or d < 0 else int(d) for d in dims)
 
@@ -285,17 +285,21 @@ def _check_value(value: Any, spec: TensorSpec) -> Any:
     if value is None:
         return None
     if np.ndim(value):
-        raise InvalidValueError(f"A padding value must be one number or string. Received: {value!r}")
+        raise InvalidValueError(
+            f"A padding value must be one number or string. Received: {shown(value)}"
+        )
     text = isinstance(value, str | bytes)
     if text != (np.dtype(spec.dtype) == object):
-        raise InvalidTypeError(f"A padding value must fit the elements, {spec}. Received: {value!r}")
+        raise InvalidTypeError(
+            f"A padding value must fit the elements, {spec}. Received: {shown(value)}"
+        )
     if text:
         return value
     try:
         return np.asarray(value).astype(spec.dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidTypeError(
-            f"A padding value must fit the elements, {spec}. Received: {value!r}"
+            f"A padding value must fit the elements, {spec}. Received: {shown(value)}"
         ) from error
 
 

@@ -209,6 +209,42 @@ def map_column(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDAr
 # -- reading --------------------------------------------------------------------------------------
 
 
+def _damaged(path: Path, reason: str) -> DataLossError:
+    return DataLossError(f"The cache file {str(path)!r} is damaged: {reason}. Remove it.")
+
+
+def _is_manifest(manifest: dict[str, Any]) -> bool:
+    """Whether a manifest says what it must."""
+    count, columns = manifest.get("count"), manifest.get("columns")
+    return _is_size(count) and isinstance(columns, list) and all(map(_is_column, columns))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def _is_column(column: Any) -> bool:
+    if not isinstance(column, dict) or not isinstance(column.get("plain"), bool):
+        return False
+    if not column["plain"]:
+        return True
+    shape = column.get("shape")
+    return (
+        _dtype(column.get("dtype")) is not None
+        and isinstance(shape, list)
+        and all(map(_is_size, shape))
+    )
+
+
+def _dtype(name: Any) -> np.dtype[Any] | None:
+    """The dtype of numbers that has this name."""
+    try:
+        dtype = np.dtype(name) if isinstance(name, str) else None
+    except (TypeError, ValueError):
+        return None
+    return None if dtype is None or dtype.hasobject else dtype
+
+
 class FileStore:
     """Keeps elements in a directory."""
 
@@ -220,12 +256,20 @@ class FileStore:
             text = (self._path / "manifest.json").read_text()
         except FileNotFoundError:
             return None
-        manifest: dict[str, Any] = json.loads(text)
-        if manifest.get("version") != VERSION:
+        except (OSError, UnicodeDecodeError) as error:
+            raise _damaged(self._path, f"its manifest cannot be read ({error})") from error
+        try:
+            manifest: dict[str, Any] = json.loads(text)
+            version = manifest["version"]
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise _damaged(self._path, "its manifest is none") from error
+        if version != VERSION:
             raise DataLossError(
                 f"The cache file {str(self._path)!r} has another format; remove it. "
-                f"Received: version {manifest.get('version')}"
+                f"Received: version {str(version)[:40]}"
             )
+        if not _is_manifest(manifest):
+            raise _damaged(self._path, "its manifest is none")
         return manifest
 
     def rows(self) -> Rows | None:
@@ -242,7 +286,7 @@ class FileStore:
         dtype, shape = np.dtype(column["dtype"]), (count, *column["shape"])
         size = dtype.itemsize * math.prod(shape)
         if not path.is_file() or path.stat().st_size != size:
-            raise DataLossError(f"The cache file {str(path)!r} is damaged. Received: not {size} bytes")
+            raise _damaged(path, f"it should have {size} bytes")
         return map_column(path, dtype, shape)
 
     def open(self) -> Cursor | None:
@@ -264,7 +308,10 @@ class FileStore:
         column = manifest["columns"][number]
         if column["plain"]:
             return self._map(number, column, manifest["count"])
-        return (self._path / f"{number}.column").open("rb")
+        path = self._path / f"{number}.column"
+        if not path.is_file():
+            raise _damaged(path, "it is missing")
+        return path.open("rb")
 
 
 class _RowsCursor(Cursor):
@@ -286,7 +333,10 @@ class _RowsCursor(Cursor):
     def _part(self, column: Any, start: int, stop: int) -> Column:
         if isinstance(column, np.ndarray):
             return column[start:stop]
-        return stack([decode(_frame(column)) for _ in range(start, stop)])
+        try:
+            return stack([decode(_frame(column)) for _ in range(start, stop)])
+        except (ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
+            raise _damaged(Path(column.name), "a row of it is none") from error
 
     def skip(self, count: int) -> int:
         start, self._next = self._next, min(self._next + count, self._count)
@@ -309,15 +359,11 @@ def _close_files(columns: list[Any]) -> None:
 
 def _length(file: BinaryIO) -> int:
     head = file.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise DataLossError(f"The cache file {file.name!r} ends too early. Received: {len(head)} bytes")
-    (length,) = _LENGTH.unpack(head)
+    (length,) = _LENGTH.unpack(head) if len(head) == _LENGTH.size else (2**64,)
+    if length > os.fstat(file.fileno()).st_size - file.tell():
+        raise _damaged(Path(file.name), "it ends too early")
     return int(length)
 
 
 def _frame(file: BinaryIO) -> bytes:
-    length = _length(file)
-    code = file.read(length)
-    if len(code) < length:
-        raise DataLossError(f"The cache file {file.name!r} ends too early. Received: {len(code)} bytes")
-    return code
+    return file.read(_length(file))

@@ -9,27 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
 from phalanx.data.elements import LeafBase
 
 AUTOTUNE = -1
 """Let Phalanx choose: how many elements to prefetch, how many calls to make in parallel."""
 
 
-def integer(value: Any, name: str, minimum: int | None = None) -> int:
-    """An int (of any integer type) that is at least `minimum`."""
+def integer(value: Any, name: str, minimum: int | None = None, maximum: int = sys.maxsize) -> int:
+    """An int (of any integer type) that is at least `minimum` and at most `maximum`."""
     if isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be an int. Received: {value!r}")
+        raise InvalidTypeError(f"{name} must be an int. Received: {shown(value)}")
     try:
         number = operator.index(value)
     except TypeError:
         raise InvalidTypeError(
-            f"{name} must be an int. Received: {value!r} of type {type(value).__name__}"
+            f"{name} must be an int. Received: {shown(value)} of type {type(value).__name__}"
         ) from None
     if minimum is not None and number < minimum:
-        raise InvalidValueError(f"{name} must be at least {minimum}. Received: {number}")
+        raise InvalidValueError(f"{name} must be at least {minimum}. Received: {shown(number)}")
     if abs(number) > sys.maxsize:
-        raise InvalidValueError(f"{name} must fit into 64 bits. Received: {number}")
+        raise InvalidValueError(f"{name} must fit into 64 bits. Received: {shown(number)}")
+    if number > maximum:
+        raise InvalidValueError(f"{name} must be at most {maximum}. Received: {number}")
     return number
 
 
@@ -44,7 +46,7 @@ def function(value: Any, name: str) -> Callable[..., Any]:
     """Something that can be called."""
     if not callable(value):
         raise InvalidTypeError(
-            f"{name} needs a function. Received: {value!r} of type {type(value).__name__}"
+            f"{name} needs a function. Received: {shown(value)} of type {type(value).__name__}"
         )
     return value
 
@@ -56,7 +58,7 @@ def parallelism(value: Any) -> int | None:
     number = integer(value, "num_parallel_calls")
     if number != AUTOTUNE and number < 1:
         raise InvalidValueError(
-            f"num_parallel_calls must be positive, px.data.AUTOTUNE or None. Received: {number}"
+            f"num_parallel_calls must be positive, px.data.AUTOTUNE or None. Received: {shown(number)}"
         )
     return number
 
@@ -66,14 +68,14 @@ def dtype(value: Any, name: str) -> np.dtype[Any]:
     try:
         return np.dtype(value)
     except TypeError:
-        raise InvalidTypeError(f"{name} must be a dtype. Received: {value!r}") from None
+        raise InvalidTypeError(f"{name} must be a dtype. Received: {shown(value)}") from None
 
 
 def boolean(value: Any, name: str) -> bool:
     """A bool."""
     if not isinstance(value, bool | np.bool_):
         raise InvalidTypeError(
-            f"{name} must be True or False. Received: {value!r} of type {type(value).__name__}"
+            f"{name} must be True or False. Received: {shown(value)} of type {type(value).__name__}"
         )
     return bool(value)
 
@@ -82,6 +84,6 @@ def dataset(value: Any, what: str) -> Any:
     """A dataset."""
     if not isinstance(value, LeafBase):
         raise InvalidTypeError(
-            f"{what} needs datasets. Received: {value!r} of type {type(value).__name__}"
+            f"{what} needs datasets. Received: {shown(value)} of type {type(value).__name__}"
         )
     return value

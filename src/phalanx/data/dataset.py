@@ -5,13 +5,14 @@ from __future__ import annotations
 import builtins
 import glob
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError, shown
 from phalanx.core.pulls import begins_loop
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data import checks, sources
@@ -42,7 +43,7 @@ class Dataset(Transformations):
         if not isinstance(node, Node):
             raise InvalidTypeError(
                 "Datasets are made by Dataset.from_tensor_slices, Dataset.range and the like. "
-                f"Received: {node!r}"
+                f"Received: {shown(node)}"
             )
         node.known_spec()  # a plan that cannot work fails here
         self._node = node
@@ -81,6 +82,11 @@ class Dataset(Transformations):
         if size < 0:
             what = "infinite" if size == INFINITE else "unknown"
             raise InvalidTypeError(f"The length of the dataset is {what}. Received: {self!r}")
+        if size > sys.maxsize:
+            raise InvalidValueError(
+                "A length must fit into 64 bits; call cardinality() instead. "
+                f"Received: a dataset of {shown(size)} elements"
+            )
         return size
 
     def __bool__(self) -> bool:
@@ -189,11 +195,14 @@ class Dataset(Transformations):
         numbers = [checks.integer(x, "The arguments of range") for x in args]
         if not 1 <= len(numbers) <= 3 or (len(numbers) == 3 and numbers[2] == 0):
             raise InvalidValueError(
-                f"range needs a stop, or a start and a stop, and a step other than 0. Received: {args}"
+                "range needs a stop, or a start and a stop, and a step other than 0. "
+                f"Received: {shown(args)}"
             )
         dtype = checks.dtype(output_type, "output_type")
         if dtype.kind not in "iuf":
-            raise InvalidTypeError(f"output_type must be a numeric dtype. Received: {output_type!r}")
+            raise InvalidTypeError(
+                f"output_type must be a numeric dtype. Received: {shown(output_type)}"
+            )
         return Dataset(sources.Range((), builtins.range(*numbers), dtype))
 
     @staticmethod
@@ -216,7 +225,7 @@ class Dataset(Transformations):
         patterns: list[Any] = list(file_pattern) if several else [file_pattern]  # type: ignore[arg-type]
         if not all(isinstance(pattern, str | os.PathLike) for pattern in patterns):
             raise InvalidTypeError(
-                f"list_files needs patterns that are strings or paths. Received: {file_pattern!r}"
+                f"list_files needs patterns that are strings or paths. Received: {shown(file_pattern)}"
             )
         found = {
             path
@@ -225,7 +234,7 @@ class Dataset(Transformations):
             if not os.path.isdir(path)
         }
         if not found:
-            raise InvalidArgumentError(f"list_files found no files. Received: {file_pattern!r}")
+            raise InvalidArgumentError(f"list_files found no files. Received: {shown(file_pattern)}")
         names = Dataset(sources.file_names(sorted(found)))
         if shuffle is None or checks.boolean(shuffle, "shuffle"):
             return names.shuffle(len(found), seed)
@@ -258,7 +267,7 @@ class Dataset(Transformations):
         nest = tuple(nest) if isinstance(nest, list) else nest
         leaves, structure = tree_util.tree_flatten(nest)
         if not leaves:
-            raise InvalidValueError(f"zip needs at least one dataset. Received: {nest!r}")
+            raise InvalidValueError(f"zip needs at least one dataset. Received: {shown(nest)}")
         nodes = tuple(checks.dataset(leaf, "zip")._node for leaf in leaves)
         return Dataset(Zip(nodes, structure))
 
@@ -285,15 +294,15 @@ class Dataset(Transformations):
         nodes = _several(datasets, "sample_from_datasets")
         try:
             share = np.ones(len(nodes)) if weights is None else np.asarray(weights, np.float64)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             share = np.empty(0)
         if share.shape != (len(nodes),) or not np.isfinite(share).all() or (share < 0).any():
             raise InvalidValueError(
                 f"weights must be {len(nodes)} numbers, one per dataset, none of them negative. "
-                f"Received: {weights!r}"
+                f"Received: {shown(weights)}"
             )
         if not share.sum() > 0:
-            raise InvalidValueError(f"One of the weights must be positive. Received: {weights!r}")
+            raise InvalidValueError(f"One of the weights must be positive. Received: {shown(weights)}")
         again = rerandomize_each_iteration is None or checks.boolean(
             rerandomize_each_iteration, "rerandomize_each_iteration"
         )
@@ -341,9 +350,10 @@ class Dataset(Transformations):
 def _several(datasets: Sequence[Dataset], what: str) -> tuple[Node, ...]:
     if not isinstance(datasets, Iterable) or isinstance(datasets, Dataset):
         raise InvalidTypeError(
-            f"{what} needs a list of datasets. Received: {datasets!r} of type {type(datasets).__name__}"
+            f"{what} needs a list of datasets. "
+            f"Received: {shown(datasets)} of type {type(datasets).__name__}"
         )
     nodes = tuple(checks.dataset(dataset, what)._node for dataset in datasets)
     if not nodes:
-        raise InvalidValueError(f"{what} needs at least one dataset. Received: {datasets!r}")
+        raise InvalidValueError(f"{what} needs at least one dataset. Received: {shown(datasets)}")
     return nodes

@@ -8,17 +8,19 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.core import context as ctx
 from phalanx.core import host_memory, phases
-from phalanx.core.errors import AbortedError, InvalidValueError, OutOfRangeError
+from phalanx.core.errors import AbortedError, InvalidValueError, OutOfRangeError, shown
+from phalanx.core.interrupts import uninterrupted
 from phalanx.core.options import InputOptions
 from phalanx.core.pulls import begins_loop, gives_elements
-from phalanx.data.background import Ahead, AtOnce, Items
+from phalanx.data.background import Ahead
 from phalanx.data.delivery import Delivery
 from phalanx.data.elements import leaves_of_spec, structure_of
 from phalanx.data.feeding import Feed, Feeds, Step
+from phalanx.data.handover import Elements
 from phalanx.data.iterator import Epochs, check_state
 from phalanx.data.node import INFINITE, Node, Run
 from phalanx.data.optional import Optional
@@ -167,22 +169,31 @@ class DistributedDataset:
         )
 
 
+class _Progress(NamedTuple):
+    """Where an iterator is: the rows that this worker has delivered, and the steps of all workers."""
+
+    position: Position
+    steps: int
+
+
 class _Production:
     """Reads steps and brings them to the devices; runs in a thread that must not keep its iterator."""
 
     def __init__(
         self,
+        start: _Progress,
         open_feed: Callable[[], Feed | Feeds],
         delivery: Delivery,
         without_rows: Callable[[], Step],
         meet: Callable[[Any, threading.Event], list[Any]] | None,
     ) -> None:
+        self._progress = start
         self._open_feed, self._delivery = open_feed, delivery
         self._without_rows, self._meet = without_rows, meet
         self._feed: Feed | Feeds | None = None
         self._given_up = threading.Event()
 
-    def __call__(self) -> Iterator[tuple[Any, Step | None]]:
+    def __call__(self) -> Iterator[tuple[Any, _Progress]]:
         with self._failing_together():
             feed = self._feed = self._open_feed()
         nothing: Step | None = None
@@ -197,7 +208,9 @@ class _Production:
                     nothing = self._without_rows() if step is None else step.without_rows()
                 rows = step or nothing
                 assert rows is not None
-                yield self._delivery.element(rows, even), step
+                position = self._progress.position if step is None else step.position
+                self._progress = _Progress(position, self._progress.steps + 1)
+                yield self._delivery.element(rows, even), self._progress
         finally:
             feed.close()
 
@@ -231,11 +244,71 @@ class _Production:
             self._feed.cancel()
 
 
+class _Reading:
+    """One epoch, from some position on. Nothing is read before the first element is asked for."""
+
+    def __init__(self, dataset: DistributedDataset, state: State) -> None:
+        self._dataset = dataset
+        self.epoch, self.seed = int(state["epoch"]), int(state["seed"])
+        position = Position(int(state["index"]), int(state.get("rows", 0)))
+        self._start = _Progress(position, int(state.get("step", 0)))
+        self._lock = threading.RLock()
+        self._ahead: Ahead[_Progress] | None = None
+        self._ended = False
+
+    @property
+    def progress(self) -> _Progress:
+        return self._start if self._ahead is None else self._ahead.elements.position
+
+    def fill(self) -> Elements[_Progress] | None:
+        """Elements of which one waits; None at the end."""
+        ahead = self._ahead
+        if ahead is None or not ahead.elements.waiting:
+            with self._lock, phases.phase("input"):
+                if self._ended:
+                    return None
+                ahead = self._ahead or self._open()
+                if not ahead.wait():
+                    self.close()
+                    return None
+        ahead.ask()
+        return ahead.elements
+
+    def _open(self) -> Ahead[_Progress]:
+        host_memory.expect_input()
+        dataset, start = self._dataset, self._start
+        run = Run(self.seed, (self.epoch,), deterministic=dataset._deterministic)
+        place = dataset._place
+        name = f"input {place.serial}, epoch {self.epoch}, step {start.steps}"
+        meet = None if place.workers == 1 else functools.partial(place.exchange, name)
+        work = _Production(
+            start,
+            lambda: dataset._feed(run, start.position, start.steps),
+            dataset._delivery(),
+            dataset._without_rows,
+            meet,
+        )
+        depth = dataset._options.experimental_per_replica_buffer_size
+        with uninterrupted():
+            ahead = Ahead(work, depth, Elements(start))
+            weakref.finalize(self, ahead.stop, False)
+            self._ahead = ahead
+        return ahead
+
+    def close(self) -> None:
+        self._ended = True
+        if self._ahead is not None:
+            self._ahead.stop()
+
+
 class DistributedIterator:
     """Yields the elements of a `DistributedDataset`, one per step, and knows where it is.
 
     The next elements are prepared and moved to the devices in a background thread, which ends with the
     iterator. `state` and `restore` save and continue an epoch in the middle.
+
+    Several threads may use it; each element goes to one of them. After an interrupt, such as
+    KeyboardInterrupt, it goes on with the element that was not delivered.
 
     Examples:
         >>> import phalanx as px
@@ -253,37 +326,7 @@ class DistributedIterator:
 
     def __init__(self, dataset: DistributedDataset, state: State) -> None:
         self._dataset, self._place = dataset, dataset._place
-        self._lock = threading.RLock()
-        self._items: Items[tuple[Any, Step | None]] | None = None
-        self._release: Any = None
-        self._begin(state)
-
-    def _begin(self, state: State) -> None:
-        self._epoch, self._seed = int(state["epoch"]), int(state["seed"])
-        self._position = Position(int(state["index"]), int(state.get("rows", 0)))
-        self._steps = int(state.get("step", 0))
-        self._ended = False
-
-    def _open(self) -> Items[tuple[Any, Step | None]]:
-        host_memory.expect_input()
-        dataset = self._dataset
-        run = Run(self._seed, (self._epoch,), deterministic=dataset._deterministic)
-        position, steps = self._position, self._steps
-        place = dataset._place
-        name = f"input {place.serial}, epoch {self._epoch}, step {steps}"
-        meet = None if place.workers == 1 else functools.partial(place.exchange, name)
-        work = _Production(
-            lambda: dataset._feed(run, position, steps),
-            dataset._delivery(),
-            dataset._without_rows,
-            meet,
-        )
-        depth = dataset._options.experimental_per_replica_buffer_size
-        if depth == 0:
-            return AtOnce(work)
-        items = Ahead(work, depth)
-        self._release = weakref.finalize(self, items.stop, False)
-        return items
+        self._reading = _Reading(dataset, state)
 
     # -- elements --------------------------------------------------------------------------------
 
@@ -295,49 +338,52 @@ class DistributedIterator:
 
     @gives_elements
     def __next__(self) -> Any:
-        element = self.get_next_as_optional()
-        if not element.has_value():
-            raise StopIteration
-        return element.get_value()
+        self._check_caller()
+        while True:
+            elements = self._reading.fill()
+            if elements is None:
+                raise StopIteration
+            try:
+                return elements.take()
+            except IndexError:  # another thread was faster
+                pass
 
     @gives_elements
     def get_next(self, name: str | None = None) -> Any:
         """The next element; an `OutOfRangeError` at the end."""
         del name
-        element = self.get_next_as_optional()
-        if not element.has_value():
-            raise OutOfRangeError("The end of the distributed dataset was reached.")
-        return element.get_value()
+        self._check_caller()
+        while True:
+            elements = self._reading.fill()
+            if elements is None:
+                raise OutOfRangeError("The end of the distributed dataset was reached.")
+            try:
+                return elements.take()
+            except IndexError:  # another thread was faster
+                pass
 
     @gives_elements
     def get_next_as_optional(self) -> Optional:
         """The next element as an `Optional`, which is empty at the end."""
-        strategy = self._place.strategy
-        ctx.require_same_strategy(strategy, "next(iterator)")
+        self._check_caller()
+        found = Optional()  # made before: a call must not come between taking and returning
+        while True:
+            elements = self._reading.fill()
+            if elements is None:
+                return found
+            try:
+                found._value = elements.take()
+                return found
+            except IndexError:  # another thread was faster
+                pass
+
+    def _check_caller(self) -> None:
+        ctx.require_same_strategy(self._place.strategy, "next(iterator)")
         if ctx.active_replica() is not None:
             raise InvalidValueError(
                 "next(iterator) gives the parts of all replicas, so it must be called outside of the "
                 "function that runs on replicas: strategy.run(fn, args=(next(iterator),))."
             )
-        with self._lock:
-            found, element = self._next()
-        return Optional(element) if found else Optional.empty(None)
-
-    def _next(self) -> tuple[bool, Any]:
-        if self._ended:
-            return False, None
-        if self._items is None:
-            self._items = self._open()
-        with phases.phase("input"):
-            item = self._items.get()
-        if item is None:
-            self.close()
-            return False, None
-        self._steps += 1
-        element, step = item
-        if step is not None:
-            self._position = step.position
-        return True, element
 
     @property
     def element_spec(self) -> Any:
@@ -353,14 +399,15 @@ class DistributedIterator:
         delivered, and `seed` is where all shuffling comes from. It does not depend on how many replicas
         there are.
         """
-        with self._lock:
-            state = {"epoch": self._epoch, "index": self._position.elements, "seed": self._seed}
-            if self._position.rows:
-                state["rows"] = self._position.rows
-            if not self._dataset._division.is_shared:
-                place = self._place
-                state |= {"step": self._steps, "worker": place.worker, "workers": place.workers}
-            return state
+        reading = self._reading
+        position, steps = reading.progress
+        state = {"epoch": reading.epoch, "index": position.elements, "seed": reading.seed}
+        if position.rows:
+            state["rows"] = position.rows
+        if not self._dataset._division.is_shared:
+            place = self._place
+            state |= {"step": steps, "worker": place.worker, "workers": place.workers}
+        return state
 
     def restore(self, state: State) -> None:
         """Continue from a position that `state` returned, of this or of another strategy's iterator.
@@ -368,20 +415,16 @@ class DistributedIterator:
         The next iteration of the dataset is then the one after that position's.
         """
         _check_state(state, self._place, self._dataset._division)
-        with self._lock:
-            self.close()
-            self._dataset._epochs.go_on_from({"epoch": int(state["epoch"]), "seed": int(state["seed"])})
-            self._begin(state)
+        before = self._reading
+        self._dataset._epochs.go_on_from({"epoch": int(state["epoch"]), "seed": int(state["seed"])})
+        self._reading = _Reading(self._dataset, state)
+        before.close()
 
     # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the background thread, and give back files. The iterator has then ended."""
-        items, self._items, self._ended = self._items, None, True
-        if self._release is not None:
-            self._release.detach()
-        if items is not None:
-            items.stop()
+        self._reading.close()
 
     def __enter__(self) -> DistributedIterator:
         return self
@@ -400,7 +443,7 @@ def _check_state(state: Any, place: Place, division: Division) -> None:
     if state.get("rows") and (division.policy == "DATA" or division.batch is None):
         raise InvalidValueError(
             "The position is in the middle of a batch, because it comes from an input that is cut by "
-            f"the nominal batch size; this one is not. Received: {state!r}"
+            f"the nominal batch size; this one is not. Received: {shown(state)}"
         )
     where = (state.get("worker", 0), state.get("workers", 1))
     here = (0, 1) if division.is_shared else (place.worker, place.workers)
@@ -408,5 +451,5 @@ def _check_state(state: Any, place: Place, division: Division) -> None:
         raise InvalidValueError(
             "With this auto-shard policy every worker reads rows of its own, so a position can only be "
             f"restored on the same worker of as many workers: {here[0]} of {here[1]}. "
-            f"Received: a position of worker {where[0]} of {where[1]}"
+            f"Received: a position of worker {shown(where[0])} of {shown(where[1])}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from phalanx.core.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from phalanx.core.options import InputContext, InputOptions, InputReplicationMode
 from phalanx.data.dataset import Dataset
 from phalanx.data.distributed import DistributedDataset, DistributedIterator
@@ -52,18 +52,18 @@ def distribute_from_function(
     if options.experimental_place_dataset_on_device and not per_replica:
         raise InvalidValueError(
             "experimental_place_dataset_on_device needs InputReplicationMode.PER_REPLICA. "
-            f"Received: {options!r}"
+            f"Received: {shown(options)}"
         )
     if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
         raise InvalidValueError(
             "experimental_place_dataset_on_device and experimental_fetch_to_device exclude each other. "
-            f"Received: {options!r}"
+            f"Received: {shown(options)}"
         )
     place = Place.of(strategy)
     if per_replica and (place.workers > 1 or not strategy.extended._wraps_values):
         raise UnsupportedError(
             "Calling an input function once per replica needs a strategy with several replicas in one "
-            f"process, such as px.MirroredStrategy. Received: {strategy!r}"
+            f"process, such as px.MirroredStrategy. Received: {shown(strategy)}"
         )
 
     def plan(place: Place) -> DistributedDataset:
@@ -93,12 +93,12 @@ def checked(options: Any) -> InputOptions:
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):
-        raise InvalidTypeError(f"options must be px.InputOptions or None. Received: {options!r}")
+        raise InvalidTypeError(f"options must be px.InputOptions or None. Received: {shown(options)}")
     depth = options.experimental_per_replica_buffer_size
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise InvalidValueError(
             "experimental_per_replica_buffer_size must be a whole number, 0 for no reading ahead. "
-            f"Received: {depth!r}"
+            f"Received: {shown(depth)}"
         )
     return options
 
@@ -108,7 +108,7 @@ def plan_of(dataset: Any) -> Node:
     if isinstance(dataset, DistributedDataset | DistributedIterator):
         raise InvalidTypeError(
             "A dataset can be distributed once; distribute the dataset that this one was made from. "
-            f"Received: {dataset!r}"
+            f"Received: {shown(dataset)}"
         )
     if not isinstance(dataset, Dataset):
         return as_loader(dataset)

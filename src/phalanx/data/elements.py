@@ -16,7 +16,7 @@ import numpy as np
 from jax import tree_util
 from numpy.typing import NDArray
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column, stack
 
@@ -57,7 +57,9 @@ class Ragged(Sequence[Any]):
     def __init__(self, rows: Sequence[Any]) -> None:
         leaves = [as_leaf(row) for row in rows]
         if any(isinstance(leaf, Ragged) for leaf in leaves):
-            raise InvalidTypeError(f"The rows of a Ragged value must be arrays. Received: {rows!r}")
+            raise InvalidTypeError(
+                f"The rows of a Ragged value must be arrays. Received: {shown(rows)}"
+            )
         if len({(np.ndim(leaf), dtype_of(leaf)) for leaf in leaves}) > 1:
             raise InvalidValueError(
                 "The rows of a Ragged value must have one dtype and one number of dimensions. "
@@ -187,7 +189,8 @@ def as_leaf(x: Any) -> Any:
         return _from_array(np.asarray(x))
     except Exception as error:
         raise InvalidTypeError(
-            f"Elements are made of arrays, numbers and strings. Received: {x!r} of type {cls.__name__}"
+            "Elements are made of arrays, numbers and strings. "
+            f"Received: {shown(x)} of type {cls.__name__}"
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import DatasetFunctionError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import DatasetFunctionError, InvalidTypeError, InvalidValueError, shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.elements import DatasetSpec, Ragged, RaggedSpec, dtype_of, flatten, spec_of
 
@@ -54,7 +54,7 @@ def check_signature(signature: Any, what: str) -> Any:
     leaves, structure = tree_util.tree_flatten(signature, is_leaf=lambda x: isinstance(x, list))
     if not leaves:
         raise InvalidValueError(
-            f"The output_signature of {what} needs at least one spec. Received: {signature!r}"
+            f"The output_signature of {what} needs at least one spec. Received: {shown(signature)}"
         )
     return tree_util.tree_unflatten(structure, [_check_spec(leaf, what) for leaf in leaves])
 
@@ -65,7 +65,7 @@ def _check_spec(spec: Any, what: str) -> Any:
     if isinstance(spec, list) or not hasattr(spec, "shape") or not hasattr(spec, "dtype"):
         raise InvalidTypeError(
             f"The output_signature of {what} must be a px.TensorSpec, or tuples and dictionaries of "
-            f"them. Received: {spec!r}"
+            f"them. Received: {shown(spec)}"
         )
     return TensorSpec(tuple(spec.shape), np.dtype(spec.dtype))
 

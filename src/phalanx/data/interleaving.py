@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,10 @@ from phalanx.data.node import (
     open_plan,
 )
 from phalanx.data.parallel import POLL
-from phalanx.data.threads import Pool, threads_for
+from phalanx.data.threads import Pool, Task, threads_for
+
+MOST_DATASETS = 2**20
+"""How many datasets may be open at the same time."""
 
 
 class _Inner:
@@ -56,6 +58,15 @@ class Interleave(Node):
     def has_sure_shapes(self) -> bool:
         """The next dataset may have others."""
         return False
+
+    def keeps_order(self, deterministic: bool) -> bool:
+        """Unless threads may overtake each other."""
+        ordered = self._is_ordered(deterministic)
+        return ordered and super().keeps_order(deterministic)
+
+    def _is_ordered(self, deterministic: bool) -> bool:
+        own = deterministic if self.deterministic is None else self.deterministic
+        return own or self.parallel_calls is None
 
     @property
     def element_spec(self) -> Any:
@@ -173,14 +184,14 @@ class _ParallelSlot(_Slot):
         super().__init__(node, run)
         self._pool, self._block, self._size = pool, block, block
         self._cancelled = False
-        self.coming: Future[Chunk | None] = self._ask()
+        self.coming: Task[Chunk | None] = self._ask()
 
-    def _ask(self) -> Future[Chunk | None]:
+    def _ask(self) -> Task[Chunk | None]:
         return self._pool.submit(self._cursor.read, self._size)
 
     def _read(self, count: int) -> Chunk | None:
-        while not self.coming.done() and not self._cancelled:
-            wait([self.coming], POLL)
+        while not self.coming.done and not self._cancelled:
+            self._pool.wait([self.coming], POLL)
         if self._cancelled:
             raise CancelledError("The iterator was closed while it was read.")
         chunk = self.coming.result()
@@ -195,7 +206,7 @@ class _ParallelSlot(_Slot):
 
     @property
     def ready(self) -> bool:
-        return self._held is not None or self.coming.done()
+        return self._held is not None or self.coming.done
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -221,8 +232,7 @@ class _InterleaveCursor(Cursor):
         self._opened = 0
         self._input_ended = False
         self._pool: Pool | None = None
-        ordered = run.deterministic if node.deterministic is None else node.deterministic
-        self._any_order = not ordered and node.parallel_calls is not None
+        self._any_order = not node._is_ordered(run.deterministic)
         self._failure: Exception | None = None
 
     # The order is TensorFlow's: a dataset that ends gives up its turn, and its place is filled when its
@@ -345,7 +355,8 @@ class _InterleaveCursor(Cursor):
         if not self._any_order or not isinstance(slot, _ParallelSlot) or slot.ready:
             return slot
         others = [s for s in self._slots if isinstance(s, _ParallelSlot)]
-        wait([s.coming for s in others], POLL, FIRST_COMPLETED)
+        assert self._pool is not None
+        self._pool.wait([s.coming for s in others], POLL)
         for turn, other in enumerate(self._slots):
             if isinstance(other, _ParallelSlot) and other.ready:
                 self._turn = turn

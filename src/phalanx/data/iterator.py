@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
+import weakref
+from collections.abc import Iterator as Yields
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -11,8 +14,11 @@ from typing import Any
 from jax import tree_util
 
 from phalanx.core import host_memory
-from phalanx.core.errors import InvalidValueError, OutOfRangeError
+from phalanx.core.errors import DataLossError, InvalidValueError, OutOfRangeError, shown
+from phalanx.core.interrupts import uninterrupted
 from phalanx.core.pulls import begins_loop, gives_elements
+from phalanx.data.background import Ahead
+from phalanx.data.handover import Elements
 from phalanx.data.node import Cursor, Node, Run, open_plan
 
 
@@ -46,15 +52,145 @@ def check_state(state: Any) -> dict[str, int]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InvalidValueError(
                 "A state is what Iterator.state() returned: a dictionary with the numbers epoch, index "
-                f"and seed. Received: {state!r}"
+                f"and seed. Received: {shown(state)}"
             )
     return numbers
+
+
+class _Plan:
+    """What to read, and how to make elements of it."""
+
+    def __init__(self, node: Node, deterministic: bool) -> None:
+        self.node, self._deterministic = node, deterministic
+        self.keeps_order = node.keeps_order(deterministic)
+        self._structure: Any = None
+
+    def open(self, seed: int, epoch: int) -> Cursor:
+        host_memory.expect_input()
+        return open_plan(self.node, Run(seed, (epoch,), deterministic=self._deterministic))
+
+    def read(self, cursor: Cursor) -> tuple[Any] | None:
+        """The next element, in a tuple of its own; None at the end."""
+        chunk = cursor.read(1)
+        if chunk is None:
+            return None
+        if self._structure is None:
+            self._structure = self.node.structure
+        return (tree_util.tree_unflatten(self._structure, chunk.element(0)),)
+
+
+class _Reading:
+    """One iteration. After an interrupt the plan is opened anew, where it was.
+
+    It is read by whoever asks, except in two cases: where a plan has another order each time it could
+    not be opened anew; and where interrupts come faster than it can be, there would be no end. A thread
+    then reads, which nothing interrupts.
+    """
+
+    def __init__(self, plan: _Plan, state: Mapping[str, int]) -> None:
+        self._plan = plan
+        self.epoch, self.seed = state["epoch"], state["seed"]
+        self.elements: Elements[int] = Elements(state["index"])
+        self._lock = threading.RLock()
+        self._cursor = plan.open(self.seed, self.epoch)
+        self._to_skip = state["index"]
+        self._is_whole = True  # whether nothing has interrupted the cursor
+        self._ended = False
+        self._opened_after = -1  # how many elements had been taken when it was opened anew
+        self._ahead: Ahead[int] | None = None
+
+    def fill(self) -> bool:
+        """Have an element wait; False at the end."""
+        with self._lock:
+            if self.elements.waiting:
+                return True
+            if self._ended:
+                return False
+            if not self._is_whole:
+                self._open_anew()
+            if self._ahead is None and not self._plan.keeps_order:
+                self._leave_to_thread()
+            return self._ahead.wait() if self._ahead is not None else self._fill()
+
+    def _fill(self) -> bool:
+        self._is_whole = False
+        try:
+            if self._to_skip:
+                self._cursor.skip(self._to_skip)
+                self._to_skip = 0
+            found = self._plan.read(self._cursor)
+        except DataLossError:
+            self._is_whole = True  # sources raise it again and again
+            raise
+        if found is None:
+            self._cursor.close()
+            self._ended = True
+            return False
+        self.elements.waiting.append((found[0], self.elements.position + 1))
+        self._is_whole = True
+        return True
+
+    def _open_anew(self) -> None:
+        with contextlib.suppress(Exception):  # nobody knows in which state it is
+            self._cursor.cancel()
+            self._cursor.close()
+        self._cursor = self._plan.open(self.seed, self.epoch)
+        self._to_skip = self.elements.position
+        if self._opened_after == self.elements.taken:
+            self._leave_to_thread()
+        self._opened_after = self.elements.taken
+
+    def _leave_to_thread(self) -> None:
+        work = _Work(self._plan, self._cursor, self._to_skip)
+        with uninterrupted():
+            ahead: Ahead[int] = Ahead(work, 0, self.elements)
+            weakref.finalize(self, ahead.stop, False)
+            self._ahead, self._is_whole = ahead, True
+
+    def close(self) -> None:
+        self._cursor.cancel()
+        if self._ahead is not None:
+            self._ahead.stop()
+        with self._lock:
+            self._ended = True
+            if self._ahead is not None:
+                self._ahead.stop()
+            else:
+                self._cursor.cancel()  # it may be another one now
+                self._cursor.close()
+            self.elements.waiting.clear()
+
+
+class _Work:
+    """Reads a plan from some position on."""
+
+    def __init__(self, plan: _Plan, cursor: Cursor, index: int) -> None:
+        self._plan, self._cursor, self._index = plan, cursor, index
+
+    def __call__(self) -> Yields[tuple[Any, int]]:
+        try:
+            if self._index:
+                self._cursor.skip(self._index)
+            while (found := self._plan.read(self._cursor)) is not None:
+                self._index += 1
+                yield found[0], self._index
+                del found
+        finally:
+            self._cursor.close()
+
+    def cancel(self) -> None:
+        self._cursor.cancel()
 
 
 class Iterator:
     """Yields the elements of a dataset, and knows where it is.
 
-    It is closed at the end of a ``with`` block, by `close`, or when nobody has it any more.
+    It is closed at the end of a ``with`` block, by `close`, or when nobody has it any more. Several
+    threads may use it; each element goes to one of them.
+
+    After an exception, also one of a signal handler such as KeyboardInterrupt, it goes on with the
+    element that was not delivered. A plan that was interrupted is opened anew and passes over what was
+    delivered, as `restore` does; generator functions are then called again.
 
     Examples:
         >>> import phalanx as px
@@ -74,21 +210,11 @@ class Iterator:
         deterministic: bool = True,
         state: Mapping[str, int] | None = None,
     ) -> None:
-        self._node, self._epochs, self._deterministic = node, epochs, deterministic
-        self._lock = threading.RLock()
-        self._cursor: Cursor | None = None
-        self._structure: Any = None
-        if state is None:
-            self._open(epochs.start())
-        else:
-            self.restore(state)
-
-    def _open(self, state: Mapping[str, int]) -> None:
-        self._epoch, self._seed, self._index = state["epoch"], state["seed"], state["index"]
-        run = Run(self._seed, (self._epoch,), deterministic=self._deterministic)
-        host_memory.expect_input()
-        self._cursor = open_plan(self._node, run)
-        self._to_skip = self._index
+        self._plan, self._epochs = _Plan(node, deterministic), epochs
+        if state is not None:
+            state = check_state(state)
+            epochs.go_on_from(state)
+        self._reading = _Reading(self._plan, epochs.start() if state is None else state)
 
     gives_elements_to_functions = True
 
@@ -98,29 +224,28 @@ class Iterator:
 
     @gives_elements
     def __next__(self) -> Any:
-        with self._lock:
-            if self._cursor is None:
+        while True:
+            reading = self._reading
+            elements = reading.elements
+            if not elements.waiting and not reading.fill():
                 raise StopIteration
-            if self._to_skip:
-                count, self._to_skip = self._to_skip, 0
-                self._cursor.skip(count)
-            chunk = self._cursor.read(1)
-            if chunk is None:
-                self._cursor.close()
-                self._cursor = None
-                raise StopIteration
-            self._index += 1
-            if self._structure is None:
-                self._structure = self._node.structure
-            return tree_util.tree_unflatten(self._structure, chunk.element(0))
+            try:
+                return elements.take()
+            except IndexError:  # another thread was faster
+                pass
 
     @gives_elements
     def get_next(self) -> Any:
         """The next element; a `px.errors.OutOfRangeError` at the end."""
-        try:
-            return next(self)
-        except StopIteration:
-            raise OutOfRangeError("The end of the dataset was reached.") from None
+        while True:
+            reading = self._reading
+            elements = reading.elements
+            if not elements.waiting and not reading.fill():
+                raise OutOfRangeError("The end of the dataset was reached.")
+            try:
+                return elements.take()
+            except IndexError:  # another thread was faster
+                pass
 
     def state(self) -> dict[str, int]:
         """The position, as a small dictionary that can be written as JSON.
@@ -128,8 +253,8 @@ class Iterator:
         It counts the elements that were delivered, not those that were read ahead. Give it to
         `Dataset.iterator` or `restore` to go on from there.
         """
-        with self._lock:
-            return {"epoch": self._epoch, "index": self._index, "seed": self._seed}
+        reading = self._reading
+        return {"epoch": reading.epoch, "index": reading.elements.position, "seed": reading.seed}
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Go on from a position that `state` returned.
@@ -137,20 +262,14 @@ class Iterator:
         Elements before it are passed over, where possible without reading them or calling functions.
         """
         numbers = check_state(state)
-        self.close()
-        with self._lock:
-            self._epochs.go_on_from(numbers)
-            self._open(numbers)
+        before = self._reading
+        self._epochs.go_on_from(numbers)
+        self._reading = _Reading(self._plan, numbers)
+        before.close()
 
     def close(self) -> None:
         """Stop, and give back threads and files. Whoever waits for an element is woken."""
-        cursor = self._cursor
-        if cursor is None:
-            return
-        cursor.cancel()
-        with self._lock:
-            cursor.close()
-            self._cursor = None
+        self._reading.close()
 
     def __enter__(self) -> Iterator:
         return self

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidOperandError, InvalidValueError, StructureMismatchError
+from phalanx.core.errors import InvalidOperandError, InvalidValueError, StructureMismatchError, shown
 from phalanx.data.columns import Chunk
 from phalanx.data.elements import as_leaf, spec_of, unflatten
 from phalanx.data.node import INFINITE, UNKNOWN, Cursor, Node, Run
@@ -166,7 +166,7 @@ def as_loader(source: Any) -> Loader:
         raise InvalidOperandError(
             "A px.data.Dataset or another iterable of batches is needed. For arrays use "
             "px.data.Dataset.from_tensor_slices(arrays).batch(size). "
-            f"Received: {source!r} of type {type(source).__name__}"
+            f"Received: {shown(source)} of type {type(source).__name__}"
         )
     return Loader((), source)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidTypeError
+from phalanx.core.errors import InvalidTypeError, shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Builder, Chunk, Column, stack
 from phalanx.data.elements import Ragged
@@ -51,6 +51,15 @@ class Map(Node):
         """Only if the user said so."""
         return self.signature is not None
 
+    def keeps_order(self, deterministic: bool) -> bool:
+        """Unless threads may overtake each other."""
+        ordered = self._is_ordered(deterministic)
+        return ordered and super().keeps_order(deterministic)
+
+    def _is_ordered(self, deterministic: bool) -> bool:
+        own = deterministic if self.deterministic is None else self.deterministic
+        return own or self.parallel_calls is None
+
     @property
     def element_spec(self) -> Any:
         """Found out by calling the function for the first element."""
@@ -83,7 +92,7 @@ class Map(Node):
         input_ = open_plan(self.inputs[0], run)
         if self.parallel_calls is None:
             return _MapCursor(input_, self.apply())
-        ordered = run.deterministic if self.deterministic is None else self.deterministic
+        ordered = self._is_ordered(run.deterministic)
         block = None if self.vectorized else 64
         return ParallelCursor(input_, self.apply(), threads_for(self.parallel_calls), ordered, block)
 
@@ -223,7 +232,9 @@ def _truth(answer: Any) -> bool:
     if isinstance(answer, bool | np.bool_):
         return bool(answer)
     if np.shape(answer) != () or np.asarray(answer).dtype != np.bool_:
-        raise InvalidTypeError(f"The function given to filter must return a bool. Received: {answer!r}")
+        raise InvalidTypeError(
+            f"The function given to filter must return a bool. Received: {shown(answer)}"
+        )
     return bool(answer)
 
 

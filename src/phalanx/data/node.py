@@ -186,6 +186,14 @@ class Node:
         """Whether the shapes of a known spec hold for all elements, and not only for a first one."""
         return all(node.has_sure_shapes() for node in self.inputs)
 
+    def keeps_order(self, deterministic: bool) -> bool:
+        """Whether elements come in the same order in each run of the same seed.
+
+        Args:
+            deterministic: see `Run`.
+        """
+        return all(node.keeps_order(deterministic) for node in self.inputs)
+
     @property
     def element_spec(self) -> Any:
         """A pytree of `TensorSpec`, `RaggedSpec` or `DatasetSpec`.

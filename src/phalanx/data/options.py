@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.core.errors import InvalidOperandError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidOperandError, InvalidTypeError, InvalidValueError, shown
 from phalanx.core.options import NamedEnum
 
 
@@ -87,7 +87,7 @@ class DistributeOptions(_Settings):
         except ValueError:
             raise InvalidValueError(
                 "auto_shard_policy must be one of "
-                f"{', '.join(AutoShardPolicy.__members__)}. Received: {value!r}"
+                f"{', '.join(AutoShardPolicy.__members__)}. Received: {shown(value)}"
             ) from None
 
 
@@ -122,7 +122,7 @@ class Options(_Settings):
     def _check(self, name: str, value: Any) -> Any:
         kind: Any = bool if name == "deterministic" else DistributeOptions
         if not isinstance(value, kind):
-            raise InvalidTypeError(f"{name} must be a {kind.__name__}. Received: {value!r}")
+            raise InvalidTypeError(f"{name} must be a {kind.__name__}. Received: {shown(value)}")
         return value
 
     def merge(self, other: Options) -> Options:

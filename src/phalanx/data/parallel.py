@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from typing import NamedTuple
 
-from phalanx.core import errors
+from phalanx.core.errors import CancelledError
 from phalanx.data.columns import Chunk
 from phalanx.data.node import Cursor
-from phalanx.data.threads import Pool
+from phalanx.data.threads import Pool, Task
 
 POLL = 0.2
 """Every how many seconds a wait looks whether it was cancelled."""
@@ -49,7 +48,7 @@ class ParallelCursor(Cursor):
         self._apply, self._threads = apply, threads
         self._ordered, self._largest = ordered, largest
         self._pool: Pool | None = None
-        self._tasks: deque[Future[Outcome]] = deque()
+        self._tasks: deque[Task[Outcome]] = deque()
         self._rest: Chunk | None = None  # results that were not asked for yet
         self._index = 0
         self._widest = 1  # the most elements that were asked for at once
@@ -106,16 +105,14 @@ class ParallelCursor(Cursor):
 
     def _finished(self) -> Outcome:
         """The outcome of the next task."""
+        assert self._pool is not None
         while not self._cancelled:
             waiting = [self._tasks[0]] if self._ordered else list(self._tasks)
-            done = [t for t in waiting if t.done()] or list(wait(waiting, POLL, FIRST_COMPLETED).done)
-            if done:
-                self._tasks.remove(done[0])
-                try:
-                    return done[0].result()
-                except CancelledError:
-                    break
-        raise errors.CancelledError("The iterator was closed while it was read.")
+            if self._pool.wait(waiting, POLL):
+                done = next(task for task in waiting if task.done)
+                self._tasks.remove(done)
+                return done.result()
+        raise CancelledError("The iterator was closed while it was read.")
 
     def skip(self, count: int) -> int:
         """Before the first read, the input is skipped and the function is not called."""

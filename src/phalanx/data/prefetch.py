@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.core.errors import AbortedError, CancelledError
+from phalanx.core.interrupts import Bell, uninterrupted
 from phalanx.data.checks import AUTOTUNE
 from phalanx.data.columns import Chunk
 from phalanx.data.node import Cursor, Run, SameElements, open_plan
@@ -44,7 +45,8 @@ class _Buffer:
         self._automatic = size == AUTOTUNE
         self._size = 2 if self._automatic else size
         # Reentrant, because a collection of garbage may close the buffer while it is in use.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._something, self._space = Bell(), Bell()  # for the reader, and for the thread
         self._chunks: deque[Chunk] = deque()
         self._held = 0
         self._wanted = 1  # the most elements that were asked for at once
@@ -57,41 +59,43 @@ class _Buffer:
         Not more than were ever asked for at once: nobody must wait for an element that is there until
         others are there too.
         """
-        with self._changed:
-            while not self._closed and self._held >= self._size:
-                self._changed.wait(1.0)
-            return 0 if self._closed else min(self._wanted, self._size - self._held)
+        while not self._closed:
+            with self._lock:
+                if self._held < self._size:
+                    return min(self._wanted, self._size - self._held)
+            self._space.wait(1.0)
+        return 0
 
     def expect(self, limit: int) -> None:
-        with self._changed:
-            self._wanted = max(self._wanted, limit)
+        self._wanted = max(self._wanted, limit)
 
     def put(self, chunk: Chunk) -> None:
-        with self._changed:
+        with self._lock:
             self._chunks.append(chunk)
             self._held += chunk.count
-            self._changed.notify_all()
+        self._something.ring()
 
     def end(self, failure: BaseException | None) -> None:
-        with self._changed:
+        with self._lock:
             self._ended, self._failure = True, failure
-            self._changed.notify_all()
+        self._something.ring()
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._chunks.clear()
-            self._changed.notify_all()
+        self._something.ring()
+        self._space.ring()
 
     def take(self, limit: int, thread: threading.Thread) -> Chunk | None:
-        with self._changed:
-            self.expect(limit)
-            if not self._chunks and not self._ended:
-                self._grow()
-            while not self._chunks and not self._ended and not self._closed:
-                if not thread.is_alive():
-                    raise AbortedError("The thread that prefetches is gone; was the process forked?")
-                self._changed.wait(1.0)
+        self.expect(limit)
+        if not self._chunks and not self._ended:
+            self._grow()
+        while not self._chunks and not self._ended and not self._closed:
+            if not thread.is_alive():
+                raise AbortedError("The thread that prefetches is gone; was the process forked?")
+            self._something.wait(1.0)
+        with self._lock:
             if self._closed:
                 raise CancelledError("The iterator was closed while it was read.")
             if not self._chunks:
@@ -104,8 +108,8 @@ class _Buffer:
                 chunk = chunk.rows(0, limit)
             self._held -= chunk.count
             self._last = chunk
-            self._changed.notify_all()
-            return chunk
+        self._space.ring()
+        return chunk
 
     def _grow(self) -> None:
         """Nothing is there although somebody wants it: an automatic buffer doubles."""
@@ -153,13 +157,15 @@ class PrefetchCursor(Cursor):
         """Elements that are ready, or the first that will be."""
         if self._thread is None:
             self._buffer.expect(limit)
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_read_ahead,
                 args=(self._buffer, self.inputs[0]),
                 name="px-prefetch",
                 daemon=True,
             )
-            self._thread.start()
+            with uninterrupted():
+                thread.start()
+                self._thread = thread
         return self._buffer.take(limit, self._thread)
 
     def skip(self, count: int) -> int:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax import tree_util
 
 from phalanx.core.errors import DataLossError, InvalidArgumentError, UnbatchedDatasetError
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column
-from phalanx.data.elements import Ragged, RaggedSpec, leaves_of_spec, map_spec, spec_of
+from phalanx.data.elements import Ragged, RaggedSpec, leaves_of_spec, map_spec, spec_of, structure_of
 from phalanx.data.node import Cursor, Node, Run, open_plan
 from phalanx.data.splitting import cut, cut_for_worker, fill
 
@@ -85,8 +86,9 @@ class Pieces(Node):
 class PieceCursor(Cursor):
     """Base of the cursors that cut batches; knows how far it has read."""
 
-    def __init__(self, input_: Cursor) -> None:
+    def __init__(self, input_: Cursor, batches: Node) -> None:
         self.inputs = (input_,)
+        self._of = batches
         self._ready: deque[Leaves] = deque()
 
     @property
@@ -98,6 +100,11 @@ class PieceCursor(Cursor):
     def structure(self) -> Any:
         """The structure of batches that only show it themselves; None if the plan knows it."""
         return getattr(self.inputs[0], "structure", None)
+
+    def _names(self) -> Any:
+        """The structure of batches, for messages."""
+        known = self._of.known_spec()
+        return self.structure if known is None else structure_of(known)
 
     def _cut_more(self) -> bool:
         """Make more pieces ready; False at the end."""
@@ -116,7 +123,7 @@ class PieceCursor(Cursor):
 
 class _PiecesCursor(PieceCursor):
     def __init__(self, input_: Cursor, node: Pieces) -> None:
-        super().__init__(input_)
+        super().__init__(input_, node.inputs[0])
         self._node = node
         self._batches = 0
 
@@ -126,7 +133,7 @@ class _PiecesCursor(PieceCursor):
         return Position(self._batches)
 
     def _cut_more(self) -> bool:
-        batch = _one(self.inputs[0], self._node.per_batch)
+        batch = _one(self.inputs[0], self._node.per_batch, self._names)
         if batch is None:
             return False
         self._batches += 1
@@ -202,7 +209,7 @@ class SizedPieces(Node):
 
 class _SizedPiecesCursor(PieceCursor):
     def __init__(self, input_: Cursor, node: SizedPieces) -> None:
-        super().__init__(input_)
+        super().__init__(input_, node.inputs[0])
         self._sizes = itertools.cycle(node.steps)
         self._pieces = len(node.steps[0])
         for _ in range(node.first_step % len(node.steps)):
@@ -211,7 +218,7 @@ class _SizedPiecesCursor(PieceCursor):
         self._rest: Leaves | None = None
         self._rows = 0  # how many rows of the batch that `_rest` belongs to are gone
         if node.start.rows:
-            batch = _one(input_, self._pieces)
+            batch = _one(input_, self._pieces, self._names)
             if batch is None or _rows(batch) < node.start.rows:
                 raise InvalidArgumentError(
                     "The position to go on from is behind the end of the dataset. "
@@ -237,7 +244,11 @@ class _SizedPiecesCursor(PieceCursor):
         parts: list[Leaves] = []
         while have < wanted:
             try:
-                batch = self._rest if self._rest is not None else _one(self.inputs[0], self._pieces)
+                batch = (
+                    self._rest
+                    if self._rest is not None
+                    else _one(self.inputs[0], self._pieces, self._names)
+                )
             except DataLossError:
                 if not have:
                     raise
@@ -260,7 +271,7 @@ class _SizedPiecesCursor(PieceCursor):
 
     def _more_to_come(self) -> bool:
         if self._rest is None:
-            self._rest = _one(self.inputs[0], self._pieces)
+            self._rest = _one(self.inputs[0], self._pieces, self._names)
         return self._rest is not None
 
 
@@ -286,8 +297,10 @@ def unbatched(pieces: int, received: Any) -> UnbatchedDatasetError:
 
 def check_rows(spec: Any, pieces: int) -> None:
     """Refuse elements that have no rows to divide."""
-    if not all(leaf.shape for leaf in leaves_of_spec(spec)):
+    leaves = leaves_of_spec(spec)
+    if not all(leaf.shape for leaf in leaves):
         raise unbatched(pieces, spec)
+    check_equal_rows(structure_of(spec), [leaf.shape[0] for leaf in leaves])
 
 
 def with_rows(spec: Any, rows: int | None) -> Any:
@@ -311,7 +324,7 @@ def no_rows_like(leaf: Any) -> Any:
     return np.empty((0, *leaf.shape[1:]), leaf.dtype)
 
 
-def _one(cursor: Cursor, pieces: int) -> Leaves | None:
+def _one(cursor: Cursor, pieces: int, structure: Callable[[], Any]) -> Leaves | None:
     """The leaves of the next batch."""
     chunk = cursor.read(1)
     if chunk is None:
@@ -319,7 +332,30 @@ def _one(cursor: Cursor, pieces: int) -> Leaves | None:
     batch = chunk.element(0)
     if any(isinstance(leaf, str | bytes) or not leaf.shape for leaf in batch):
         raise unbatched(pieces, ", ".join(str(spec_of(leaf)) for leaf in batch))
+    rows = [len(leaf) for leaf in batch]
+    if rows.count(rows[0]) < len(rows):
+        check_equal_rows(structure(), rows)
     return batch
+
+
+def check_equal_rows(structure: Any, rows: Sequence[int | None]) -> None:
+    """Refuse a batch whose leaves have different numbers of rows.
+
+    Args:
+        structure: of the batch; None if nobody knows.
+        rows: of each leaf; None if not known.
+    """
+    if len({count for count in rows if count is not None}) < 2:
+        return
+    names = [f"leaf {i}" for i in range(len(rows))]
+    if structure is not None:
+        paths = tree_util.tree_flatten_with_path(tree_util.tree_unflatten(structure, names))[0]
+        names = [f"x{tree_util.keystr(path)}" for path, _ in paths]
+    have = ", ".join(f"{name} with {rows}" for name, rows in zip(names, rows, strict=True))
+    raise InvalidArgumentError(
+        "A batch is divided over replicas along the first dimension of its leaves, so all need the "
+        f"same number of rows. Received: a batch x, {have} rows"
+    )
 
 
 def _rows(batch: Leaves) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Builder, Chunk, Column, read_only
 from phalanx.data.elements import Ragged, flatten, spec_of, unflatten
@@ -55,13 +55,13 @@ def slices(tensors: Any, what: str = "from_tensor_slices") -> Slices:
     """The rows of a nest of arrays."""
     leaves, structure = flatten(tensors)
     if not leaves:
-        raise InvalidValueError(f"{what} needs at least one array. Received: {tensors!r}")
+        raise InvalidValueError(f"{what} needs at least one array. Received: {shown(tensors)}")
     counts = []
     for leaf in leaves:
         if not isinstance(leaf, Ragged) and np.ndim(leaf) == 0:
             raise InvalidValueError(
                 f"{what} cuts arrays along their first dimension, so each needs one; use from_tensors "
-                f"for a single element. Received: {leaf!r}"
+                f"for a single element. Received: {shown(leaf)}"
             )
         counts.append(len(leaf))
     if len(set(counts)) > 1:
@@ -81,7 +81,7 @@ def single(tensors: Any) -> Slices:
     """One element."""
     leaves, structure = flatten(tensors)
     if not leaves:
-        raise InvalidValueError(f"from_tensors needs at least one array. Received: {tensors!r}")
+        raise InvalidValueError(f"from_tensors needs at least one array. Received: {shown(tensors)}")
     specs = [spec_of(leaf) for leaf in leaves]
     columns = Chunk.of_elements([leaves]).columns
     return Slices((), tuple(read_only(c) for c in columns), 1, unflatten(structure, specs))
@@ -226,7 +226,7 @@ def signature_of(dtypes: Any, shapes: Any) -> Any:
     except (TypeError, ValueError, KeyError) as error:
         raise InvalidTypeError(
             "output_types must be a nest of dtypes, and output_shapes the same nest of shapes. "
-            f"Received: output_types={dtypes!r}, output_shapes={shapes!r}"
+            f"Received: output_types={shown(dtypes)}, output_shapes={shapes!r}"
         ) from error
     return tree_util.tree_unflatten(structure, specs)
 

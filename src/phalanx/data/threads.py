@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
+from phalanx.core.errors import CancelledError
+from phalanx.core.interrupts import Bell, uninterrupted
 from phalanx.data.checks import AUTOTUNE
 
 T = TypeVar("T")
@@ -23,8 +25,46 @@ PATIENCE = 10.0
 MOST_THREADS = 512
 """How many threads one node of a plan starts, however many calls it may make at a time."""
 
-_Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
-_Tasks = queue.SimpleQueue["_Task | None"]
+_Tasks = queue.SimpleQueue["Task[Any] | None"]
+
+
+class Task(Generic[T]):
+    """A call that a thread of a pool makes. Unlike a `Future`, it has no lock to be left locked."""
+
+    __slots__ = ("_bell", "_call", "_error", "_value", "done")
+
+    def __init__(self, call: tuple[Callable[..., T], tuple[Any, ...]], bell: Bell) -> None:
+        self._call: tuple[Callable[..., T], tuple[Any, ...]] | None = call
+        self._bell = bell
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self.done = False
+
+    def run(self) -> None:
+        """Make the call."""
+        assert self._call is not None
+        fn, args = self._call
+        try:
+            self._value = fn(*args)
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            self._error = error
+        self._end()
+
+    def cancel(self) -> None:
+        """Never make the call."""
+        self._error = CancelledError("The iterator was closed while it was read.")
+        self._end()
+
+    def _end(self) -> None:
+        self._call = None
+        self.done = True
+        self._bell.ring()
+
+    def result(self) -> T:
+        """What the call returned or raised; for a task that is done."""
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
 
 
 def threads_for(parallel_calls: int) -> int:
@@ -44,19 +84,31 @@ class Pool:
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: _Tasks = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._tasks,), name=f"{name}-{i}", daemon=True)
-            for i in range(count)
-        ]
+        self._finished = Bell()
+        self._threads: list[threading.Thread] = []
         self._stop = weakref.finalize(self, _stop, self._tasks, count)
-        for thread in self._threads:
-            thread.start()
+        for i in range(count):
+            thread = threading.Thread(
+                target=_work, args=(self._tasks,), name=f"{name}-{i}", daemon=True
+            )
+            with uninterrupted():
+                thread.start()
+                self._threads.append(thread)
 
-    def submit(self, fn: Callable[..., T], *args: Any) -> Future[T]:
+    def submit(self, fn: Callable[..., T], *args: Any) -> Task[T]:
         """Let a thread call `fn`."""
-        future: Future[T] = Future()
-        self._tasks.put((future, fn, args))
-        return future
+        task = Task((fn, args), self._finished)
+        self._tasks.put(task)
+        return task
+
+    def wait(self, tasks: Sequence[Task[Any]], seconds: float) -> bool:
+        """Wait until one of some tasks is done; whether one is. For one thread at a time."""
+        end = time.monotonic() + seconds
+        while not any(task.done for task in tasks):
+            left = end - time.monotonic()
+            if left <= 0 or not self._finished.wait(left):
+                break
+        return any(task.done for task in tasks)
 
     def stop(self) -> None:
         """Drop tasks that have not begun, and tell the threads to end. Any thread may call this."""
@@ -72,20 +124,14 @@ class Pool:
 
 def _work(tasks: _Tasks) -> None:
     while (task := tasks.get()) is not None:
-        future, fn, args = task
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(fn(*args))
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
-            future.set_exception(error)
-        del task, future, fn, args
+        task.run()
+        del task
 
 
 def _stop(tasks: _Tasks, count: int) -> None:
     try:
         while (task := tasks.get_nowait()) is not None:
-            task[0].cancel()
+            task.cancel()
     except queue.Empty:
         pass
     for _ in range(count):

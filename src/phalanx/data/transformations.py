@@ -7,14 +7,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
 from phalanx.data import checks
 from phalanx.data.batching import Batch, PaddedBatch, RaggedBatch
 from phalanx.data.caching import Cache
 from phalanx.data.combining import Concatenate
 from phalanx.data.elements import LeafBase
 from phalanx.data.functions import check_signature
-from phalanx.data.interleaving import Interleave
+from phalanx.data.interleaving import MOST_DATASETS, Interleave
 from phalanx.data.mapping import Enumerate, Filter, Map
 from phalanx.data.node import Node
 from phalanx.data.options import Options
@@ -129,7 +129,7 @@ class Transformations(LeafBase):
         node = Interleave(
             (self._node,),
             checks.function(map_func, "interleave"),
-            16 if cycle == checks.AUTOTUNE else checks.integer(cycle, "cycle_length", 1),
+            16 if cycle == checks.AUTOTUNE else checks.integer(cycle, "cycle_length", 1, MOST_DATASETS),
             checks.integer(1 if block_length is None else block_length, "block_length", 1),
             checks.parallelism(num_parallel_calls),
             self._deterministic(deterministic),
@@ -265,7 +265,7 @@ class Transformations(LeafBase):
             sizes = tuple(checks.integer(size, "batch_size", 0) for size in batch_size)
             if not sum(sizes):
                 raise InvalidValueError(
-                    f"batch_size needs at least one size that is not 0. Received: {batch_size!r}"
+                    f"batch_size needs at least one size that is not 0. Received: {shown(batch_size)}"
                 )
         else:
             sizes = (checks.integer(batch_size, "batch_size", 1),)
@@ -334,7 +334,7 @@ class Transformations(LeafBase):
         if size in (-1, -2):
             raise InvalidValueError(
                 "buffer_size must be given, because nobody knows how many elements there are. "
-                f"Received: {buffer_size}"
+                f"Received: {shown(buffer_size)}"
             )
         again = reshuffle_each_iteration is None or checks.boolean(
             reshuffle_each_iteration, "reshuffle_each_iteration"
@@ -393,7 +393,7 @@ class Transformations(LeafBase):
         were read.
         """
         if not isinstance(filename, str | os.PathLike):
-            raise InvalidTypeError(f"filename must be a path. Received: {filename!r}")
+            raise InvalidTypeError(f"filename must be a path. Received: {shown(filename)}")
         return self._with(Cache((self._node,), os.fspath(filename)))
 
     def prefetch(self, buffer_size: int, name: str | None = None) -> Dataset:
@@ -406,7 +406,7 @@ class Transformations(LeafBase):
     def with_options(self, options: Options, name: str | None = None) -> Dataset:
         """The same elements, with options; what was set before and is not set again remains."""
         if not isinstance(options, Options):
-            raise InvalidTypeError(f"with_options needs px.data.Options. Received: {options!r}")
+            raise InvalidTypeError(f"with_options needs px.data.Options. Received: {shown(options)}")
         return self._with(WithOptions((self._node,), Options().merge(options)))
 
     def options(self) -> Options:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import DataLossError, InvalidArgumentError, InvalidValueError
+from phalanx.core.errors import DataLossError, InvalidArgumentError, InvalidValueError, shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk
 from phalanx.data.files.plain import LineReader, strings
+from phalanx.data.files.streams import too_large
 from phalanx.data.node import UNKNOWN
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -57,14 +58,16 @@ def as_column(default: Any) -> CsvColumn:
     if value.size != 1:
         raise InvalidValueError(
             "Each of record_defaults must be a dtype (the field is required) or one value (it stands "
-            f"for empty fields). Received: {default!r}"
+            f"for empty fields). Received: {shown(default)}"
         )
     item = value.reshape(-1)[0]
     if value.dtype.kind in "USO":
         if isinstance(item, str):
             item = item.encode()
         if not isinstance(item, bytes):
-            raise InvalidValueError(f"A default must be a number or a string. Received: {default!r}")
+            raise InvalidValueError(
+                f"A default must be a number or a string. Received: {shown(default)}"
+            )
         return CsvColumn(np.dtype(object), bytes(item))
     typed = isinstance(default, np.generic | np.ndarray) or hasattr(default, "__jax_array__")
     dtype = value.dtype if typed else np.dtype(np.int32 if value.dtype.kind in "iu" else np.float32)
@@ -89,7 +92,7 @@ def _supported(dtype: np.dtype[Any], entry: Any) -> np.dtype[Any]:
     if dtype not in _PARSERS:
         raise InvalidValueError(
             "CSV columns are float32, float64, int32, int64 or string (bytes). "
-            f"Received: {entry!r}, which is {dtype}"
+            f"Received: {shown(entry)}, which is {dtype}"
         )
     return dtype
 
@@ -201,6 +204,7 @@ class CsvFormat:
         na: besides nothing, what stands for an empty field.
         compression: of the files.
         buffer_size: how many bytes to read at once.
+        most: how many bytes a row may have.
     """
 
     columns: tuple[CsvColumn, ...]
@@ -212,6 +216,7 @@ class CsvFormat:
     na: bytes
     compression: str
     buffer_size: int
+    most: int | None = None
 
     @property
     def spec(self) -> tuple[TensorSpec, ...]:
@@ -232,10 +237,11 @@ class CsvBlocks:
 
     def __init__(self, format_: CsvFormat, path: str) -> None:
         self._format, self._path = format_, path
-        self._lines = LineReader(path, format_.compression, format_.buffer_size)
+        self._lines = LineReader(path, format_.compression, format_.buffer_size, format_.most)
         self._pattern = quoted_fields(format_.delimiter) if format_.quotes else None
         self._header = format_.header
         self._begun: list[bytes] = []  # lines of a quoted field that has not ended yet
+        self._length = 0  # of these lines
         self._number = self._offset = 0  # of the next row, the header not counted
         self._error: InvalidArgumentError | DataLossError | None = None
 
@@ -281,9 +287,13 @@ class CsvBlocks:
                 rows.append(line)
                 continue
             self._begun.append(line)
+            self._length += len(line) + 1
+            if self._format.most is not None and self._length > self._format.most:
+                number = self._number + len(rows)
+                raise too_large(self._path, "row", number, self._length, self._format.most)
             if odd and len(self._begun) > 1:
                 rows.append(b"\n".join(self._begun))
-                self._begun = []
+                self._begun, self._length = [], 0
         return rows
 
     def _parsed(self, rows: list[bytes]) -> tuple[list[Array], int]:

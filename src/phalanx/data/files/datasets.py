@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
 from phalanx.data import checks
 from phalanx.data.dataset import Dataset
 from phalanx.data.files import source as files
 from phalanx.data.files.csv import CsvFormat, as_column
 from phalanx.data.files.parquet import parquet_format
 from phalanx.data.files.plain import BytesFormat
-from phalanx.data.files.streams import BUFFER_BYTES, check_compression
+from phalanx.data.files.streams import BUFFER_BYTES, MOST_BYTES, check_compression
 
 
 def _buffer(buffer_size: Any) -> int:
     if buffer_size is None:
         return BUFFER_BYTES
     return checks.integer(buffer_size, "buffer_size", 0) or BUFFER_BYTES
+
+
+def _most(max_record_bytes: Any, compression: str) -> int | None:
+    """How many bytes a record may have; a file that is not compressed limits them by itself."""
+    if max_record_bytes is None:
+        return MOST_BYTES if compression else None
+    return checks.integer(max_record_bytes, "max_record_bytes", 1)
 
 
 class TFRecordDataset(Dataset):
@@ -33,6 +40,10 @@ class TFRecordDataset(Dataset):
         buffer_size: how many bytes to read at once.
         num_parallel_reads: how many files to read at a time, each in a thread; their records then come
             in turn. None reads one file after the other.
+        name: ignored.
+        max_record_bytes: how long a record may be. A longer one is an error, because a small file that
+            is compressed can hold a record that fills the memory. 256 MB if not set, and no limit in
+            files that are not compressed.
 
     Examples:
         >>> import phalanx as px, tempfile, os
@@ -51,8 +62,11 @@ class TFRecordDataset(Dataset):
         buffer_size: int | None = None,
         num_parallel_reads: int | None = None,
         name: str | None = None,
+        max_record_bytes: int | None = None,
     ) -> None:
-        chosen = BytesFormat("records", check_compression(compression_type), _buffer(buffer_size))
+        compression = check_compression(compression_type)
+        most = _most(max_record_bytes, compression)
+        chosen = BytesFormat("records", compression, _buffer(buffer_size), most=most)
         super().__init__(files.source(filenames, chosen, num_parallel_reads))
 
 
@@ -65,6 +79,8 @@ class TextLineDataset(Dataset):
         buffer_size: how many bytes to read at once.
         num_parallel_reads: how many files to read at a time, each in a thread; their lines then come
             in turn. None reads one file after the other.
+        name: ignored.
+        max_record_bytes: how long a line may be; see `TFRecordDataset`.
 
     Examples:
         >>> import phalanx as px, tempfile, os
@@ -82,8 +98,11 @@ class TextLineDataset(Dataset):
         buffer_size: int | None = None,
         num_parallel_reads: int | None = None,
         name: str | None = None,
+        max_record_bytes: int | None = None,
     ) -> None:
-        chosen = BytesFormat("lines", check_compression(compression_type), _buffer(buffer_size))
+        compression = check_compression(compression_type)
+        most = _most(max_record_bytes, compression)
+        chosen = BytesFormat("lines", compression, _buffer(buffer_size), most=most)
         super().__init__(files.source(filenames, chosen, num_parallel_reads))
 
 
@@ -144,6 +163,7 @@ class CsvDataset(Dataset):
         na_value: besides nothing at all, what stands for an empty field.
         select_cols: the positions of the columns to read, in ascending order; the others are left out.
         exclude_cols: instead, the positions of the columns to leave out.
+        max_record_bytes: how long a row may be; see `TFRecordDataset`.
 
     Examples:
         >>> import numpy as np, phalanx as px, tempfile, os
@@ -167,20 +187,22 @@ class CsvDataset(Dataset):
         na_value: str = "",
         select_cols: Sequence[int] | None = None,
         exclude_cols: Sequence[int] | None = None,
+        max_record_bytes: int | None = None,
     ) -> None:
         if isinstance(record_defaults, str | bytes) or not len(record_defaults):
             raise InvalidValueError(
                 "record_defaults must be a list with one entry per column. "
-                f"Received: {record_defaults!r}"
+                f"Received: {shown(record_defaults)}"
             )
         columns = tuple(as_column(default) for default in record_defaults)
         delimiter = field_delim.encode() if isinstance(field_delim, str) else b""
         if len(delimiter) != 1 or delimiter in (b'"', b"\n", b"\r"):
             raise InvalidValueError(
                 "field_delim must be one character, no quote and no end of line. "
-                f"Received: {field_delim!r}"
+                f"Received: {shown(field_delim)}"
             )
         selected, width = _selection(len(columns), select_cols, exclude_cols)
+        compression = check_compression(compression_type)
         chosen = CsvFormat(
             columns,
             selected,
@@ -189,8 +211,9 @@ class CsvDataset(Dataset):
             delimiter,
             use_quote_delim,
             na_value.encode(),
-            check_compression(compression_type),
+            compression,
             _buffer(buffer_size),
+            _most(max_record_bytes, compression),
         )
         super().__init__(files.source(filenames, chosen))
 
@@ -201,7 +224,7 @@ def _selection(
     """The positions of the columns to read, and how many fields a row has."""
     if select is not None and exclude is not None:
         raise InvalidValueError(
-            f"Give select_cols or exclude_cols, not both. Received: {select!r} and {exclude!r}"
+            f"Give select_cols or exclude_cols, not both. Received: {shown(select)} and {exclude!r}"
         )
     given = select if select is not None else exclude
     if given is None:
@@ -209,18 +232,18 @@ def _selection(
     name = "select_cols" if select is not None else "exclude_cols"
     chosen = tuple(checks.integer(i, name, 0) for i in given)
     if list(chosen) != sorted(set(chosen)):
-        raise InvalidValueError(f"{name} must ascend. Received: {given!r}")
+        raise InvalidValueError(f"{name} must ascend. Received: {shown(given)}")
     if exclude is not None:
         width = count + len(chosen)
         if chosen and chosen[-1] >= width:
             raise InvalidValueError(
-                f"exclude_cols must be below the number of columns, {width}. Received: {given!r}"
+                f"exclude_cols must be below the number of columns, {width}. Received: {shown(given)}"
             )
         return tuple(i for i in range(width) if i not in chosen), width
     if len(chosen) != count:
         raise InvalidValueError(
             f"select_cols must have one entry per entry of record_defaults, which has {count}. "
-            f"Received: {given!r}"
+            f"Received: {shown(given)}"
         )
     return chosen, None
 
@@ -253,7 +276,7 @@ class ParquetDataset(Dataset):
     ) -> None:
         names, inputs = files.named_files(filenames)
         if isinstance(columns, str):
-            raise InvalidTypeError(f"columns must be a list of names. Received: {columns!r}")
+            raise InvalidTypeError(f"columns must be a list of names. Received: {shown(columns)}")
         first = next(files.names_in(inputs[0]) if inputs else iter(names or ()), None)
         if first is None:
             raise InvalidValueError("ParquetDataset needs at least one file. Received: no names")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError, shown
 from phalanx.data.files import wire
 
 _INT64 = np.iinfo(np.int64)
@@ -22,7 +22,7 @@ class _ValueList:
         if isinstance(value, str | bytes) or not isinstance(value, Iterable):
             raise InvalidTypeError(
                 f"The value of a {type(self).__name__} must be a list. "
-                f"Received: {value!r} of type {type(value).__name__}"
+                f"Received: {shown(value)} of type {type(value).__name__}"
             )
         self.value: list[Any] = self._checked(value)
 
@@ -58,7 +58,7 @@ class BytesList(_ValueList):
             if not isinstance(item, bytes):
                 raise InvalidTypeError(
                     "A BytesList holds bytes; encode strings, as in 'text'.encode(), and arrays, "
-                    f"as in array.tobytes(). Received: {item!r} of type {type(item).__name__}"
+                    f"as in array.tobytes(). Received: {shown(item)} of type {type(item).__name__}"
                 )
         return items
 
@@ -101,10 +101,11 @@ class Int64List(_ValueList):
         for item in items:
             if not isinstance(item, int):
                 raise InvalidTypeError(
-                    f"An Int64List holds integers. Received: {item!r} of type {type(item).__name__}"
+                    "An Int64List holds integers. "
+                    f"Received: {shown(item)} of type {type(item).__name__}"
                 )
             if not _INT64.min <= item <= _INT64.max:
-                raise InvalidValueError(f"An Int64List holds 64-bit integers. Received: {item}")
+                raise InvalidValueError(f"An Int64List holds 64-bit integers. Received: {shown(item)}")
         return [int(item) for item in items]
 
     def _pack(self) -> tuple[int, list[bytes]]:
@@ -121,7 +122,7 @@ def _numbers(value: Iterable[Any], what: str, kinds: str) -> np.ndarray[Any, Any
     if array.ndim != 1 or array.dtype.kind not in kinds:
         raise InvalidTypeError(
             f"The value of a {what} must be a flat list of "
-            f"{'integers' if what == 'Int64List' else 'numbers'}. Received: {value!r}"
+            f"{'integers' if what == 'Int64List' else 'numbers'}. Received: {shown(value)}"
         )
     return array
 
@@ -160,7 +161,7 @@ class Feature:
         for kind, values in chosen.items():
             if not isinstance(values, _LISTS[kind]):
                 raise InvalidTypeError(
-                    f"{wire.KINDS[kind]} must be a {_LISTS[kind].__name__}. Received: {values!r}"
+                    f"{wire.KINDS[kind]} must be a {_LISTS[kind].__name__}. Received: {shown(values)}"
                 )
         self._chosen: int | None = next(iter(chosen), None)
         self._lists: dict[int, _ValueList] = {**chosen}
@@ -168,7 +169,7 @@ class Feature:
     def WhichOneof(self, oneof_group: str = "kind") -> str | None:  # noqa: N802
         """The name of the list that is set, or None."""
         if oneof_group != "kind":
-            raise InvalidValueError(f"The group of a Feature is 'kind'. Received: {oneof_group!r}")
+            raise InvalidValueError(f"The group of a Feature is 'kind'. Received: {shown(oneof_group)}")
         kind = self._kind()
         return None if kind is None else wire.KINDS[kind]
 
@@ -240,7 +241,7 @@ class Features:
             if not isinstance(key, str) or not isinstance(feature, Feature):
                 raise InvalidTypeError(
                     "Features maps strings to px.train.Feature objects. "
-                    f"Received: {key!r}: {feature!r} of type {type(feature).__name__}"
+                    f"Received: {shown(key)}: {feature!r} of type {type(feature).__name__}"
                 )
 
     def __eq__(self, other: object) -> bool:
@@ -266,7 +267,7 @@ class Example:
 
     def __init__(self, features: Features | None = None) -> None:
         if features is not None and not isinstance(features, Features):
-            raise InvalidTypeError(f"features must be px.train.Features. Received: {features!r}")
+            raise InvalidTypeError(f"features must be px.train.Features. Received: {shown(features)}")
         self._is_set = features is not None
         self.features = Features() if features is None else features
 

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from phalanx.core.interrupts import uninterrupted
 from phalanx.data.background import Ahead
 from phalanx.data.columns import Chunk
 from phalanx.data.files.source import FileReader, Names
+from phalanx.data.handover import Elements
 from phalanx.data.node import Cursor
 
 _CHUNK = 256  # elements that are handed over at once
@@ -25,7 +27,7 @@ class Lane:
 
     def __init__(self, reader: FileReader) -> None:
         self._reader = reader
-        self._ahead: Ahead[Chunk] | None = None
+        self._ahead: Ahead[None] | None = None
         self._chunk: Chunk | None = None
         self._at = 0
         self.skipped = 0  # elements that were left out in the file before it was their turn
@@ -40,7 +42,8 @@ class Lane:
         if self.at_hand:
             return True
         if self._ahead is None:
-            self._ahead = Ahead(Reading(self._reader), _DEPTH)
+            with uninterrupted():
+                self._ahead = Ahead(Reading(self._reader), _DEPTH, Elements(None))
         self._chunk, self._at = self._ahead.get(), 0
         return self._chunk is not None
 
@@ -75,11 +78,11 @@ class Reading:
     def __init__(self, reader: FileReader) -> None:
         self._reader = reader
 
-    def __call__(self) -> Iterator[Chunk]:
-        """The elements in chunks."""
+    def __call__(self) -> Iterator[tuple[Chunk, None]]:
+        """The elements in chunks, whose positions nobody needs."""
         try:
             while (chunk := self._reader.read(_CHUNK)) is not None:
-                yield chunk
+                yield chunk, None
         finally:
             self._reader.close()
 

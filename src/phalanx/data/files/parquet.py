@@ -16,11 +16,12 @@ from phalanx.core.errors import (
     InvalidTypeError,
     InvalidValueError,
     MissingPackageError,
+    PhalanxError,
 )
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column
 from phalanx.data.files.plain import STRING, strings
-from phalanx.data.files.streams import named_error
+from phalanx.data.files.streams import check_regular, named_error
 
 _ROWS = 1 << 14  # that are converted at once
 
@@ -39,16 +40,18 @@ def pyarrow(part: str = "") -> Any:
 def open_parquet(path: str) -> Any:
     """Open a file and read what it says about itself."""
     reader = pyarrow(".parquet")
+    check_regular(path)
     try:
         return reader.ParquetFile(path)
-    except (OSError, pyarrow().ArrowException) as error:
+    except _faults() as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise named_error(path, error) from error
-        raise _damaged(path, error) from error
+        raise DataLossError(f"A Parquet file is damaged: {error}. Received: {path!r}") from error
 
 
-def _damaged(path: str, error: Exception) -> DataLossError:
-    return DataLossError(f"A Parquet file is damaged: {error}. Received: {path!r}")
+def _faults() -> tuple[type[Exception], ...]:
+    """What reading a damaged file raises; strings that are none raise errors of Python."""
+    return (OSError, ValueError, TypeError, LookupError, OverflowError, pyarrow().ArrowException)
 
 
 # -- columns ------------------------------------------------------------------------------
@@ -184,29 +187,40 @@ class ParquetBlocks:
         self._group = 0
         self._batches: Iterator[Any] = iter(())
         self._number = 0  # of the next row
+        self._damage: DataLossError | None = None  # raised again and again
 
     def next(self) -> Chunk | None:
         """Rows of one row group."""
         while True:
-            try:
-                batch = next(self._batches, None)
-            except (OSError, pyarrow().ArrowException) as error:
-                raise DataLossError(
-                    f"A Parquet file is damaged in row group {self._group - 1}, at or after row "
-                    f"{self._number}: {error}. Received: {self._path!r}"
-                ) from error
+            batch = self._next_batch()
             if batch is not None and batch.num_rows:
+                chunk = self._chunk(batch)
                 self._number += batch.num_rows
-                return self._chunk(batch)
+                return chunk
             if batch is None:
                 if self._group == len(self._sizes):
                     return None
                 self._open_group()
 
+    def _next_batch(self) -> Any:
+        if self._damage is not None:
+            raise self._damage
+        try:
+            return next(self._batches, None)
+        except _faults() as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: Exception) -> DataLossError:
+        self._damage = DataLossError(
+            f"A Parquet file is damaged in row group {self._group - 1}, at or after row "
+            f"{self._number}: {error}. Received: {self._path!r}"
+        )
+        return self._damage
+
     def skip(self, count: int) -> int:
         """Leave out whole row groups, as long as none is begun."""
         skipped = 0
-        if next_batch := next(self._batches, None):
+        if (next_batch := self._next_batch()) is not None:
             self._batches = _chain(next_batch, self._batches)
             return 0
         while self._group < len(self._sizes) and self._sizes[self._group] <= count - skipped:
@@ -228,8 +242,13 @@ class ParquetBlocks:
 
     def _chunk(self, batch: Any) -> Chunk:
         columns: list[Column] = []
-        for name in sorted(self._format.columns):  # as dictionaries are flattened
-            columns += columns_of(batch.column(name), name)
+        try:
+            for name in sorted(self._format.columns):  # as dictionaries are flattened
+                columns += columns_of(batch.column(name), name)
+        except PhalanxError:
+            raise
+        except _faults() as error:
+            raise self._damaged(error) from error
         return Chunk(columns, batch.num_rows)
 
     def _check_schema(self) -> None:

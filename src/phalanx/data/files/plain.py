@@ -12,7 +12,7 @@ from phalanx.core.errors import DataLossError
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk
 from phalanx.data.files.records import RecordReader
-from phalanx.data.files.streams import Stream, StreamFault, data_loss, open_stream
+from phalanx.data.files.streams import Stream, StreamFault, data_loss, open_stream, too_large
 from phalanx.data.node import UNKNOWN
 
 STRING = TensorSpec((), np.dtype(object))
@@ -54,11 +54,13 @@ def strings(items: Sequence[Any]) -> np.ndarray[Any, Any]:
 class LineReader:
     r"""Reads the lines of one file. They end with ``\n``, which is left out; so may the last one."""
 
-    def __init__(self, path: str, compression: str, buffer_size: int) -> None:
+    def __init__(self, path: str, compression: str, buffer_size: int, most: int | None = None) -> None:
         self._path = path
+        self._most = most
         self._stream = open_stream(path, compression)
         self._buffer_size = buffer_size
         self._begun: list[bytes] = []  # pieces of a line that has not ended yet
+        self._length = 0  # of these pieces
         self._number = 0
         self._offset = 0
 
@@ -67,9 +69,13 @@ class LineReader:
         while piece := self._read():
             first, *others = piece.split(b"\n")
             self._begun.append(first)
+            self._length += len(first)
+            if self._most is not None and self._length > self._most:
+                raise too_large(self._path, "line", self._number, self._length, self._most)
             if others:
                 lines = [b"".join(self._begun), *others]
                 self._begun = [lines.pop()]
+                self._length = len(self._begun[0])
                 self._number += len(lines)
                 self._offset += sum(map(len, lines)) + len(lines)
                 return lines
@@ -185,21 +191,23 @@ class BytesFormat:
         compression: of the files.
         buffer_size: how many bytes to read at once.
         sizes: of a fixed record, and of what stands before and after them all.
+        most: how many bytes a record or line may have.
     """
 
     kind: str
     compression: str
     buffer_size: int
     sizes: tuple[int, int, int] = (1, 0, 0)
+    most: int | None = None
     spec = STRING
 
     def open(self, path: str) -> BytesBlocks:
         """Start reading a file."""
         reader: BytesReader
         if self.kind == "records":
-            reader = RecordReader(path, self.compression, self.buffer_size)
+            reader = RecordReader(path, self.compression, self.buffer_size, self.most)
         elif self.kind == "lines":
-            reader = TextReader(path, self.compression, self.buffer_size)
+            reader = TextReader(path, self.compression, self.buffer_size, self.most)
         else:
             reader = FixedReader(path, self.compression, self.buffer_size, self.sizes)
         return BytesBlocks(reader)

@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.core.errors import DataLossError
 from phalanx.data.files.crc32c import Words, crc32c_of_each, crc32c_of_words, mask
-from phalanx.data.files.streams import BUFFER_BYTES, StreamFault, data_loss, open_stream
+from phalanx.data.files.streams import BUFFER_BYTES, StreamFault, data_loss, open_stream, too_large
 
 HEADER, FOOTER = 12, 4
 _length_at = struct.Struct("<Q").unpack_from
@@ -84,8 +84,11 @@ class RecordReader:
     calls raise it again.
     """
 
-    def __init__(self, path: str, compression: str, buffer_size: int = BUFFER_BYTES) -> None:
+    def __init__(
+        self, path: str, compression: str, buffer_size: int = BUFFER_BYTES, most: int | None = None
+    ) -> None:
         self._path = path
+        self._most = most
         self._stream = open_stream(path, compression)
         self._buffer_size = buffer_size
         self._buffer = b""
@@ -130,7 +133,11 @@ class RecordReader:
     def _frames(self, limit: int) -> list[int]:
         """The bounds of the next frames, at least one; only ``[0]`` at the end of the file."""
         while len(bounds := self._at_hand(limit)) == 1:
-            missing = self._frame_size() - len(self._buffer)
+            size = self._frame_size()
+            if self._most is not None and size > self._most + HEADER + FOOTER:
+                size -= HEADER + FOOTER
+                raise too_large(self._path, "record", self._number, size, self._most)
+            missing = size - len(self._buffer)
             if not self._fill(max(missing, self._buffer_size)):
                 if self._buffer:
                     raise self._truncated()

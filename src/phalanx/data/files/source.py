@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, NotFoundError
+from phalanx.core.errors import InvalidTypeError, NotFoundError
 from phalanx.data import checks
 from phalanx.data.columns import Chunk
+from phalanx.data.files.streams import check_regular
 from phalanx.data.node import UNKNOWN, Cursor, Node, Run, open_plan
 
 if TYPE_CHECKING:
@@ -250,8 +251,7 @@ def check_files(names: Sequence[str]) -> tuple[str, ...]:
             f"{len(missing)} of {len(names)} files do not exist. Received: {shown}{more}"
         )
     for name in names:
-        if os.path.isdir(name):
-            raise InvalidValueError(f"A file is needed, not a directory. Received: {name!r}")
+        check_regular(name)
     return tuple(names)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,15 @@ from phalanx.core.errors import (
     NotFoundError,
     OpError,
     PermissionDeniedError,
+    ResourceExhaustedError,
     UnknownError,
 )
 
 BUFFER_BYTES = 1 << 19
 """How much is read at once if nothing else was asked for."""
+
+MOST_BYTES = 1 << 28
+"""How many bytes a record or a line of a compressed file may have, if nothing else was asked for."""
 
 _WINDOW_BITS = {"GZIP": 31, "ZLIB": 15}
 _PIECE = 1 << 16
@@ -69,10 +74,23 @@ def open_stream(path: str, compression: str) -> Stream:
 
 def open_file(path: str, mode: str) -> IO[bytes]:
     """`open` with errors of ours; without a buffer for reading."""
+    if mode == "rb":
+        check_regular(path)
     try:
         return open(path, mode, buffering=0 if mode == "rb" else -1)
     except OSError as error:
         raise named_error(path, error) from error
+
+
+def check_regular(path: str) -> None:
+    """Refuse what is no plain file: opening a pipe waits for a writer, and a device may have no end."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return  # opening it says what is wrong
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device"
+        raise InvalidValueError(f"A file is needed, and this is {kind}. Received: {path!r}")
 
 
 def named_error(path: str, error: OSError) -> OpError:
@@ -81,6 +99,23 @@ def named_error(path: str, error: OSError) -> OpError:
         return NotFoundError(f"There is no file of this name. Received: {path!r}")
     kind = PermissionDeniedError if isinstance(error, PermissionError) else UnknownError
     return kind(f"A file cannot be used: {error.strerror or error}. Received: {path!r}")
+
+
+def too_large(path: str, what: str, number: int, size: int, most: int) -> ResourceExhaustedError:
+    """The error for a part of a file that would need more memory than it may.
+
+    Args:
+        path: the file.
+        what: what its parts are called, for example "record".
+        number: which part it is, counted from 0.
+        size: how many bytes it has at least.
+        most: how many it may have.
+    """
+    return ResourceExhaustedError(
+        f"{Path(path).name} has a {what} of {size} bytes or more, number {number}. A few compressed "
+        f"bytes can stand for very many, so the limit is {most}. If the file is right, give a larger "
+        f"max_record_bytes. Received: {path!r}"
+    )
 
 
 def data_loss(path: str, what: str, number: int, offset: int, reason: str) -> DataLossError:
@@ -116,6 +151,8 @@ class PlainStream:
                 pieces.append(piece)
                 size -= len(piece)
         except OSError as error:
+            if error.errno is None:
+                raise  # of a signal handler, not of the file
             raise StreamFault(f"it cannot be read ({error.strerror or error})") from error
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         self._at += len(data)
