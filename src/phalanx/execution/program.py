@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
+from phalanx.execution.lifetimes import Identity, KeptIdentity, may_end
 from phalanx.execution.meetings import Meeting
 from phalanx.execution.staging import explained
 from phalanx.execution.throttle import THROTTLE
@@ -58,13 +60,14 @@ class Call:
                 constants.append(_Constant(x))
                 parts.append(_constant_key(x))
         mode = ctx.current_mode()
-        where = (id(mode.strategy), mode.replica_context is None, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+        where = (Identity(mode.strategy), mode.replica_context is None, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         return Call((treedef, tuple(parts), where), treedef, tuple(constants), arrays)
 
     @property
-    def held(self) -> list[Any]:
-        """The constants that must be kept alive while a program stands for this call."""
-        return [c for c in self.constants if c is not None and not pulls.is_input(c.value)]
+    def needs(self) -> list[Any]:
+        """The objects without which this call cannot come again."""
+        _, parts, (strategy, *_) = self.key
+        return [part() for part in (strategy, *parts) if isinstance(part, Identity)]
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, with other arrays."""
@@ -84,15 +87,17 @@ def _is_ragged(x: Any) -> bool:
 
 
 def _constant_key(x: Any) -> Any:
-    if isinstance(x, Variable):
-        return (Variable, id(x))
     if pulls.is_input(x):
         return type(x)  # each call takes elements from its own iterator
-    try:
-        hash(x)
-    except TypeError:
-        return (type(x), id(x))
-    return (type(x), x)
+    equality: Any = type(x).__eq__
+    if equality is not object.__eq__ and not isinstance(x, Variable):
+        try:
+            hash(x)
+        except TypeError:
+            pass
+        else:
+            return (type(x), x)
+    return Identity(x) if may_end(x) else KeptIdentity(x)
 
 
 # -- one program -----------------------------------------------------------------------------------
@@ -115,11 +120,11 @@ class Program:
         self.jaxpr = closed.jaxpr
         self.name = name
         self._result = result
-        self.written = list(used.written)
-        self.read = [v for v in used.read if v not in used.written]
+        new, old = list(used.written), [v for v in used.read if v not in used.written]
+        # Variables belong to the caller, and hold their strategies: here they are kept by nobody.
+        self._written, self._read = _references(new), _references(old)
         position = {v: i for i, v in enumerate(variables)}
-        written = [position[v] for v in self.written]
-        read = [position[v] for v in self.read]
+        written, read = [position[v] for v in new], [position[v] for v in old]
         total = len(variables)
 
         def program(new: list[Any], old: list[Any], arguments: list[Any]) -> Any:
@@ -146,14 +151,20 @@ class Program:
         self._spans_workers = used.spans_workers
         self._ready: list[Any] = []  # what has been compiled
         self._serial = next(_serials)
-        self._wrappers = [_wrapper(variable) for variable in self.written]
-        expect_model([*self.written, *self.read])
+        self._wrappers = [_wrapper(variable) for variable in new]
+        expect_model([*new, *old])
+
+    def variables(self) -> list[Variable] | None:
+        """The variables that the program needs; None if one of them is gone."""
+        found = _alive((*self._written, *self._read, *self._result.variables))
+        return None if any(v is None for v in found) else found
 
     @staticmethod
     def trace(fn: Callable[..., Any], call: Call, name: str) -> Program | list[Variable]:
         """Trace a function; gives the variables that it made, if it made any.
 
-        They cannot be inputs of the program that makes them, so it must be traced again.
+        They cannot be inputs of the program that makes them, so it must be traced again. Whoever runs
+        the program must hold what `variables` returns.
         """
         variables = live_variables()
         box: dict[str, Any] = {}
@@ -193,7 +204,7 @@ class Program:
                 self._compile(compiled, inputs)
                 phases.count_steps(steps)
             outputs, values = THROTTLE.dispatch(compiled, *inputs, meeting=meeting)
-        for variable, wrap, value in zip(self.written, self._wrappers, values, strict=True):
+        for variable, wrap, value in zip(_alive(self._written), self._wrappers, values, strict=True):
             variable._value = wrap(value)
             variable._exclusive = True
         return outputs
@@ -221,11 +232,11 @@ class Program:
 
     def _inputs(self, arrays: list[Any], keep: bool = False) -> tuple[list[Any], list[Any], list[Any]]:
         new = []
-        for variable in self.written:
+        for variable in _alive(self._written):
             x = _as_array(variable._value)
             # The program overwrites its input, which must not be an array that somebody else has.
             new.append(x if variable._exclusive or keep else x.copy())
-        return new, [_as_array(v._value) for v in self.read], arrays
+        return new, [_as_array(v._value) for v in _alive(self._read)], arrays
 
 
 class Result:
@@ -236,6 +247,7 @@ class Result:
         self._leaves = leaves(nest)
         self.arrays: list[Any] = []
         self._slots: list[tuple[type, Layout | None] | None] = []
+        self.variables: list[weakref.ref[Variable]] = []
         for leaf in self._leaves:
             if isinstance(leaf, PerReplica | Mirrored) and leaf.array is not None:
                 self._slots.append((type(leaf), leaf.layout))
@@ -243,6 +255,9 @@ class Result:
             elif isinstance(leaf, jax.Array):
                 self._slots.append((jax.Array, None))
                 self.arrays.append(leaf)
+            elif isinstance(leaf, Variable):
+                self._slots.append((Variable, None))
+                self.variables.append(weakref.ref(leaf))
             else:
                 self._slots.append(None)
         # Keep no tracers alive once the arrays have been returned.
@@ -254,16 +269,26 @@ class Result:
 
     def rebuild(self, outputs: Sequence[jax.Array]) -> Any:
         """The results again, around computed arrays."""
-        remaining = iter(outputs)
+        remaining, variables = iter(outputs), iter(self.variables)
         new = []
         for leaf, slot in zip(self._leaves, self._slots, strict=True):
             if slot is None:
                 new.append(leaf)
             elif slot[0] is jax.Array:
                 new.append(_as_plain(next(remaining)))
+            elif slot[0] is Variable:
+                new.append(next(variables)())
             else:
                 new.append(slot[0].from_global(next(remaining), slot[1]))  # type: ignore[attr-defined]
         return new[0] if self._single else replace_leaves(self._nest, new)
+
+
+def _references(variables: Sequence[Variable]) -> list[weakref.ref[Variable]]:
+    return [weakref.ref(v) for v in variables]
+
+
+def _alive(references: Sequence[weakref.ref[Variable]]) -> list[Any]:
+    return [reference() for reference in references]
 
 
 def _as_held(variable: Variable, x: Any) -> Any:
