@@ -107,9 +107,13 @@ class Substitution(Lifting):
         else:
             with lifted(None):
                 variable._set_now(value)
-        self._held.pop(variable, None)
+        self.forget(variable)
         self.has_written = True
         _forget_staged_code()
+
+    def forget(self, variable: Any) -> None:
+        """Read what a variable holds from now on, not what replaced it."""
+        self._held.pop(variable, None)
 
 
 class _CapturedInStagedCode(BaseException):
@@ -166,6 +170,13 @@ def current() -> Lifting | None:
 def enclosing() -> list[Lifting]:
     """The liftings of the programs that this thread is tracing, the innermost last."""
     return [x for x in _current.stack if x is not None]
+
+
+def written_together(variable: Any) -> None:
+    """Tell this replica that all have written a variable, which one of their threads did."""
+    for x in enclosing():
+        if isinstance(x, Substitution):
+            x.forget(variable)
 
 
 @contextmanager

@@ -285,7 +285,8 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         self._check_access(f"Variable.{method} of {self.name!r}")
         what = f"Variable.{method} of {self.name!r}"
         checked = checked_slices(slices, self.shape, what)
-        return self._update(method, checked)
+        rows, indices = compat.primal_value(checked.values), compat.primal_value(checked.indices)
+        return self._update(method, IndexedSlices(rows, indices, checked.dense_shape))
 
     def _update(self, method: str, operand: Any) -> Any:
         """Apply an update; what that means in which context is the kind's business."""
