@@ -38,6 +38,8 @@ class Lifting:
         """The variables that the program has made."""
         self.device: Any = None
         """Where the program should run, if a strategy with a single replica asked for a device."""
+        self.after_runs: list[Callable[[int], None]] = []
+        """What to call on the host after each run of the program, with the number of its steps."""
         self.spans_workers = False
         """Whether replicas of other processes take part in it."""
 
@@ -170,6 +172,16 @@ def current() -> Lifting | None:
 def enclosing() -> list[Lifting]:
     """The liftings of the programs that this thread is tracing, the innermost last."""
     return [x for x in _current.stack if x is not None]
+
+
+def after_each_run(fn: Callable[[int], None]) -> None:
+    """Call a function after each run of the program that is being traced; else now, for one step."""
+    programs = enclosing()
+    traced = next((x for x in programs if not isinstance(x, Substitution)), None)
+    if traced is not None:
+        traced.after_runs.append(fn)
+    else:
+        fn(1)
 
 
 def written_together(variable: Any) -> None:

@@ -149,6 +149,7 @@ class Program:
         self._looped = jax.jit(looped, donate_argnums=0)
         self._device = used.device
         self._spans_workers = used.spans_workers
+        self._after_runs = list(used.after_runs)
         self._ready: list[Any] = []  # what has been compiled
         self._serial = next(_serials)
         self._wrappers = [_wrapper(variable) for variable in new]
@@ -207,6 +208,8 @@ class Program:
         for variable, wrap, value in zip(_alive(self._written), self._wrappers, values, strict=True):
             variable._value = wrap(value)
             variable._exclusive = True
+        for after in self._after_runs:
+            after(steps)
         return outputs
 
     def _compile(self, compiled: Any, inputs: tuple[list[Any], list[Any], list[Any]]) -> None:
