@@ -1,4 +1,4 @@
-"""Many steps, after which memory, threads and descriptors must be what they were; run by test_stress.py.
+"""Many steps, after which memory, threads and descriptors are what they were; run by test_stress.py.
 
 Usage: endurance_program.py STEPS
 """

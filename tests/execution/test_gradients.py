@@ -103,6 +103,34 @@ def test_written_variables_are_read_as_written() -> None:
     assert float(w) == 5.0
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_writing_what_is_differentiated(replicas: int, sparse: bool, compiled: bool) -> None:
+    strategy = px.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+    with strategy.scope():
+        w = px.Variable([2.0, 1.0], aggregation=px.VariableAggregation.SUM)
+
+    def loss() -> Any:
+        before = (w * w).sum()
+        if sparse:
+            w.scatter_add(px.IndexedSlices(w[:1] * 1.0, jnp.array([0])))
+        else:
+            w.assign_add(w * 1.0)
+        return before + w.sum()  # every replica sees what all have written
+
+    def step() -> Any:
+        return strategy.run(px.value_and_grad(loss, w))
+
+    value, gradient = (px.function(step) if compiled else step)()
+    after = [2.0 * (1 + replicas), 1.0 * (1 if sparse else 1 + replicas)]
+    assert w.numpy().tolist() == after
+    for replica in range(replicas):
+        here = strategy.experimental_local_results
+        assert float(here(value)[replica]) == 5.0 + sum(after)
+        assert here(gradient)[replica].tolist() == [4.0, 2.0]
+
+
 @pytest.mark.parametrize("bad", [3, [], [jnp.ones(1)], "w"])
 def test_what_is_no_variable(bad: Any) -> None:
     with pytest.raises(TypeError, match="Received"):

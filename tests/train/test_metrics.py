@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,3 +58,42 @@ def test_weights_and_mistakes() -> None:
     assert float(mean.result()) == 1.5
     with pytest.raises(ValueError, match="shape"):
         px.train.Accuracy().update_state([1, 2], [1, 2, 3])
+
+
+def growth(step: Callable[[], Any], steps: int) -> tuple[int, int]:
+    """How many objects and arrays stay behind."""
+    for _ in range(20):
+        step()
+    gc.collect()
+    before = len(gc.get_objects()), len(jax.live_arrays())
+    for _ in range(steps):
+        step()
+    gc.collect()
+    return len(gc.get_objects()) - before[0], len(jax.live_arrays()) - before[1]
+
+
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_updates_inside_of_gradients_leave_nothing_behind(replicas: int) -> None:
+    strategy = px.MirroredStrategy(["CPU:0", "CPU:1"]) if replicas else px.get_strategy()
+    with strategy.scope():
+        w = px.Variable(jnp.ones(4))
+        rows = px.Variable(jnp.ones(4), aggregation=px.VariableAggregation.SUM)
+        mean, accuracy = px.train.Mean(), px.train.Accuracy()
+    x, labels, weights = jnp.ones(4), jnp.zeros(4, jnp.int32), jnp.ones(4)
+
+    def loss() -> Any:
+        scores = w * x
+        mean.update_state(scores, sample_weight=weights)
+        accuracy.update_state(labels, scores > 2.0, sample_weight=weights)
+        rows.assign_add(scores)
+        return scores.sum()
+
+    objects, arrays = growth(lambda: strategy.run(px.value_and_grad(loss, w)), 100)
+    assert objects < 20
+    assert arrays == 0
+    assert float(mean.result()) == 1.0
+    assert float(accuracy.result()) == 1.0
+    if not replicas:
+        pure = jax.grad(lambda a: mean.update_state(a * x) or (a * x).sum())
+        objects, _ = growth(lambda: pure(x), 100)
+        assert objects < 20

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests import hostile
 
 import phalanx as px
 
@@ -94,12 +97,115 @@ def test_loss_scales_skip_bad_steps_and_adapt(compiled: bool) -> None:
     assert int(optimizer.iterations) == 5
 
 
-def test_bad_scales_and_policies() -> None:
-    for bad in ({"initial": 0.0}, {"factor": 1.0}, {"growth_interval": -1}):
-        with pytest.raises(ValueError, match="Received"):
-            px.train.LossScale(**bad)
-    with pytest.raises(ValueError, match="floating"):
-        px.train.Policy("int32")
+BAD_SCALES = hostile.VALUES | {"too large": 1e39, "too small": 1e-46}
+
+
+@pytest.mark.parametrize("name", ["initial", "factor", "growth_interval"])
+@pytest.mark.parametrize("bad", BAD_SCALES)
+def test_bad_scales(name: str, bad: str) -> None:
+    if (name, bad) in [("growth_interval", "0"), ("initial", "half")]:
+        return  # which are good
+    with pytest.raises(px.PhalanxError, match="Received"):
+        px.train.LossScale(**{name: BAD_SCALES[bad]})
+
+
+@pytest.mark.parametrize("bad", hostile.VALUES)
+def test_bad_policies(bad: str) -> None:
+    with pytest.raises(px.PhalanxError, match="floating"):
+        px.train.Policy(hostile.VALUES[bad])
+
+
+def test_bad_optimizers() -> None:
+    for bad in (
+        {"transform": hostile.Hostile()},
+        {"aggregate": hostile.Hostile()},
+        {"aggregate": []},
+        {"loss_scale": 8.0},
+    ):
+        with pytest.raises(px.PhalanxError, match="Received"):
+            px.train.Optimizer(**{"transform": optax.sgd(0.1), **bad})
+    with pytest.raises(px.PhalanxError, match="no state yet"):
+        _ = px.train.LossScale().variables
+
+
+scales = st.one_of(st.floats(width=32), st.sampled_from([2.0**127, 2.0**126, 1.0, 0.0, 1e-38]))
+
+
+@settings(max_examples=40)
+@given(
+    initial=st.sampled_from([2.0**-20, 0.5, 1.0, 8.0, 2.0**126, 2.0**127]),
+    interval=st.integers(0, 3),
+    factor=st.sampled_from([1.5, 2.0, 1e30]),
+    start=scales,
+    steps=st.lists(st.booleans(), max_size=12),
+)
+def test_scales_stay_finite_and_positive_and_come_back(
+    initial: float, interval: int, factor: float, start: float, steps: list[bool]
+) -> None:
+    rule = px.train.LossScale(initial, interval, factor)
+    scale, count = jnp.float32(start), jnp.int32(0)
+    for finite in steps:
+        before = float(scale)
+        scale, count = rule.next_state(scale, count, jnp.bool_(finite))
+        now = float(scale)
+        assert 0 < now <= 2.0**127
+        assert scale.dtype == jnp.float32
+        if not 2.0**-126 <= before <= 2.0**127:
+            continue  # it was no scale at all
+        if interval == 0:
+            assert now == before
+        elif finite:
+            assert before <= now
+        else:
+            assert now == min(before, max(np.float32(before) / np.float32(factor), min(initial, 1.0)))
+    run = next((i for i, good in enumerate(reversed(steps)) if good != steps[-1]), len(steps))
+    if steps and not steps[-1]:
+        assert int(count) == -run
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_scale_at_its_limit_goes_on_training(compiled: bool) -> None:
+    with two().scope() as s:
+        w = px.Variable(0.0)
+        scale = px.train.LossScale(initial=2.0**127, growth_interval=1)
+        optimizer = px.train.Optimizer(optax.sgd(2.0**-4), loss_scale=scale)
+
+    def train(slope: Any) -> Any:
+        return s.run(lambda: optimizer.minimize(lambda: w * slope, [w]))
+
+    run = px.function(train) if compiled else train
+    run(jnp.float32(2.0**-8))
+    assert (float(scale.value), float(w)) == (2.0**127, -(2.0**-11))
+    run(jnp.float32(8.0))  # too much for this scale
+    assert (float(scale.value), float(w)) == (2.0**126, -(2.0**-11))
+    run(jnp.float32(2.0**-8))
+    assert (float(scale.value), float(w)) == (2.0**127, -(2.0**-10))
+    scale.variables[0].load_state(jnp.inf)  # from a checkpoint
+    run(jnp.float32(1.0))
+    assert np.isfinite(float(scale.value))
+
+
+def test_large_scales_do_not_make_half_gradients_zero() -> None:
+    w = px.Variable(jnp.float16(0.0))
+    scale = px.train.LossScale(initial=2.0**17)
+    optimizer = px.train.Optimizer(optax.sgd(1.0), loss_scale=scale)
+    optimizer.apply_gradients([(jnp.float16(2.0**10), w)])
+    assert float(w) == -(2.0**-7)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_long_run_of_skipped_updates_is_said_once(compiled: bool, caplog: Any) -> None:
+    w = px.Variable(1.0)
+    optimizer = px.train.Optimizer(optax.sgd(0.1), loss_scale=px.train.LossScale(growth_interval=3))
+    run = lambda x: optimizer.minimize(lambda: w * x, [w])  # noqa: E731
+    run = px.function(run) if compiled else run
+    with caplog.at_level("WARNING", "phalanx"):
+        for i in range(350):
+            run(jnp.float32(1.0 if i < 20 else jnp.nan))
+            assert bool(caplog.records) == (i >= 199)  # it looks at every hundredth update
+    (record,) = caplog.records
+    assert "180 updates were skipped" in record.getMessage()
+    assert "jax_debug_nans" in record.getMessage()
 
 
 def test_policies_cast_floating_arrays_only() -> None:

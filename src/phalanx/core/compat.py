@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -265,6 +266,19 @@ def current_trace() -> Any:
 def is_transformation(trace: Any) -> bool:
     """Whether a trace is a transformation rather than plain evaluation."""
     return trace is not _core.eval_trace
+
+
+def without_differentiation() -> AbstractContextManager[None]:
+    """Compute below the differentiation that is going on: with its values, without derivatives.
+
+    `jax.jit` keeps what it has compiled by the trace that it was called under, and each gradient is a
+    trace of its own. What is called under it with plain values would be kept again at each step.
+    """
+    trace = _core.trace_ctx.trace
+    while isinstance(trace, _DIFFERENTIATING):
+        trace = trace.parent_trace
+    below: AbstractContextManager[None] = _core.set_current_trace(trace)
+    return below
 
 
 def belongs_to(x: Any, trace: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from phalanx.core import compat
+from phalanx.core import compat, lifting
 from phalanx.core import context as ctx
 from phalanx.core.devices import short_name
 from phalanx.core.errors import DivergenceError, InvalidValueError, UnsupportedError
@@ -303,10 +303,12 @@ def update_together(
         check_scatter(method, kind, variable.name)
 
     def write(strategy: Strategy, values: Any) -> None:
-        variable._write(method, aggregate(variable, strategy, method, values))
+        with compat.without_differentiation():
+            variable._write(method, aggregate(variable, strategy, method, values))
 
     point = MergePoint(f"{method} of variable {variable.name!r}", write, (operand,), {})
     replica.meet(point)
+    lifting.written_together(variable)
     return variable
 
 

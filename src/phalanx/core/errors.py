@@ -12,21 +12,6 @@ class PhalanxError(Exception):
     """Root of all errors that Phalanx raises on purpose."""
 
 
-def shown(value: object) -> str:
-    """A value as a message shows it. Python itself refuses to write out integers of very many digits.
-
-    Examples:
-        >>> shown([3]), shown(10**5000)
-        ('[3]', 'an int of 16610 bits')
-    """
-    try:
-        return repr(value)
-    except ValueError:
-        if isinstance(value, int):
-            return f"an int of {value.bit_length()} bits"
-        return f"a {type(value).__name__} with an int of thousands of digits in it"
-
-
 # -- contexts -----------------------------------------------------------------------------------
 
 

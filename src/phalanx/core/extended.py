@@ -325,7 +325,9 @@ class StrategyExtended:
                 return strategy.extended.update(var, fn, args, kwargs, group)
 
             kind = f"update of variable {getattr(var, 'name', var)!r}"
-            return replica.meet(MergePoint(kind, merged, tuple(args), dict(kwargs or {})))
+            result = replica.meet(MergePoint(kind, merged, tuple(args), dict(kwargs or {})))
+            lifting.written_together(var)
+            return result
         ctx.require_cross_replica_or_default(self._strategy, "StrategyExtended.update")
         self._require_own(var, "update")
         with ctx.entered(self._strategy, "StrategyExtended.update"):

@@ -37,6 +37,8 @@ class Lifting:
         """The variables that the program has made."""
         self.device: Any = None
         """Where the program should run, if a strategy with a single replica asked for a device."""
+        self.after_runs: list[Callable[[int], None]] = []
+        """What to call on the host after each run of the program, with the number of its steps."""
         self.spans_workers = False
         """Whether replicas of other processes take part in it."""
         self._spread: tuple[tuple[Any, ...], str] | None = None  # its devices, and who wants them
@@ -118,9 +120,13 @@ class Substitution(Lifting):
         else:
             with lifted(None):
                 variable._set_now(value)
-        self._held.pop(variable, None)
+        self.forget(variable)
         self.has_written = True
         _forget_staged_code()
+
+    def forget(self, variable: Any) -> None:
+        """Read what a variable holds from now on, not what replaced it."""
+        self._held.pop(variable, None)
 
 
 class _CapturedInStagedCode(BaseException):
@@ -185,6 +191,23 @@ def in_program() -> bool:
 def enclosing() -> list[Lifting]:
     """The liftings of the programs that this thread is tracing, the innermost last."""
     return [x for x in _current.stack if x is not None]
+
+
+def after_each_run(fn: Callable[[int], None]) -> None:
+    """Call a function after each run of the program that is being traced; else now, for one step."""
+    programs = enclosing()
+    traced = next((x for x in programs if not isinstance(x, Substitution)), None)
+    if traced is not None:
+        traced.after_runs.append(fn)
+    else:
+        fn(1)
+
+
+def written_together(variable: Any) -> None:
+    """Tell this replica that all have written a variable, which one of their threads did."""
+    for x in enclosing():
+        if isinstance(x, Substitution):
+            x.forget(variable)
 
 
 class lifted:  # noqa: N801 - reads as a statement

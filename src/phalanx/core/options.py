@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Any, NamedTuple
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 
 class NamedEnum(enum.Enum):

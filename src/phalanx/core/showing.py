@@ -1,26 +1,48 @@
-"""Values of any kind in messages for people."""
+"""Values in messages: what a message shows must be short, and must not raise itself."""
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
-__all__ = ["shown"]
-
-_LONGEST = 200
+_LONGEST = 500
 
 
-def shown(value: Any, longest: int = _LONGEST) -> str:
-    """A value as text that is not too long, whatever its own description does.
+class _Showing(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _LONGEST
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 20
 
-    >>> shown("host0"), shown(list(range(1000)), 12)
-    ("'host0'", '[0, 1, 2, 3,…')
-    >>> shown(10**5000)
-    'a whole number of about 5000 digits'
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to print integers of thousands of digits.
+        return super().repr_int(x, level) if x.bit_length() < 4 * _LONGEST else _huge(x)
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        try:
+            text = repr(x)
+        except Exception as error:  # noqa: BLE001 - whatever the user's class does
+            return f"<{type(x).__name__} whose repr fails with {type(error).__name__}>"
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _huge(x: int) -> str:
+    return f"<{'a negative integer' if x < 0 else 'an integer'} of {x.bit_length()} bits>"
+
+
+_showing = _Showing()
+
+
+def shown(x: Any) -> str:
+    """The repr of a value that somebody gave, for a message: bounded, and never an exception.
+
+    Examples:
+        >>> shown("8")
+        "'8'"
+        >>> shown(10**5000)
+        '<an integer of 16610 bits>'
     """
     try:
-        text = repr(value)
-    except Exception:  # noqa: BLE001 - an object may raise anything
-        if isinstance(value, int):
-            return f"a whole number of about {int(abs(value).bit_length() * 0.30103)} digits"
-        return f"an object of type {type(value).__name__}"
-    return text if len(text) <= longest else f"{text[:longest]}…"
+        return _showing.repr(x)
+    except Exception as error:  # noqa: BLE001 - whatever the user's class does
+        return f"<{type(x).__name__} whose repr fails with {type(error).__name__}>"

@@ -44,13 +44,13 @@ def apply_update(method: str, old: jax.Array, operand: Any) -> jax.Array:
 
     Writing is not differentiable: inside `jax.grad` the value is written, not its derivative.
     """
-    if isinstance(operand, IndexedSlices):
-        rows, indices = compat.primal_value(operand.values), compat.primal_value(operand.indices)
-        return _COMPILED[method](old, IndexedSlices(rows, indices))
-    operand = compat.primal_value(operand)
-    if not isinstance(operand, jax.Array) or operand.dtype != old.dtype:
-        operand = jnp.asarray(operand, old.dtype)
-    return operand if method == "assign" else _COMPILED[method](old, operand)
+    old, operand = compat.primal_value(old), compat.primal_value(operand)
+    with compat.without_differentiation():
+        if isinstance(operand, IndexedSlices):
+            return _COMPILED[method](old, IndexedSlices(operand.values, operand.indices))
+        if not isinstance(operand, jax.Array) or operand.dtype != old.dtype:
+            operand = jnp.asarray(operand, old.dtype)
+        return operand if method == "assign" else _COMPILED[method](old, operand)
 
 
 def fitting_shape(value: Any, dtype: Any, name: str, method: str) -> tuple[int, ...]:

@@ -291,7 +291,8 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
         self._check_access(f"Variable.{method} of {self.name!r}")
         what = f"Variable.{method} of {self.name!r}"
         checked = checked_slices(slices, self.shape, what)
-        return self._update_in_step(method, checked)
+        rows, indices = compat.primal_value(checked.values), compat.primal_value(checked.indices)
+        return self._update_in_step(method, IndexedSlices(rows, indices, checked.dense_shape))
 
     def _update_in_step(self, method: str, operand: Any) -> Any:
         """Apply an update as a part of the current step, or as a step of its own."""

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column, stack
 from phalanx.data.elements import (

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.data.elements import LeafBase
 
 AUTOTUNE = -1

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
 from phalanx.core.pulls import begins_loop
+from phalanx.core.showing import shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data import checks, sources
 from phalanx.data.combining import Choose, Sample, Zip

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.core import context as ctx
 from phalanx.core import host_memory, phases
-from phalanx.core.errors import AbortedError, InvalidValueError, OutOfRangeError, shown
+from phalanx.core.errors import AbortedError, InvalidValueError, OutOfRangeError
 from phalanx.core.interrupts import uninterrupted
 from phalanx.core.options import InputOptions
 from phalanx.core.pulls import begins_loop, gives_elements
+from phalanx.core.showing import shown
 from phalanx.data.background import Ahead
 from phalanx.data.delivery import Delivery
 from phalanx.data.elements import leaves_of_spec, structure_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from phalanx.core.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from phalanx.core.options import InputContext, InputOptions, InputReplicationMode
+from phalanx.core.showing import shown
 from phalanx.data.dataset import Dataset
 from phalanx.data.distributed import DistributedDataset, DistributedIterator
 from phalanx.data.loaders import as_loader

@@ -16,7 +16,8 @@ import numpy as np
 from jax import tree_util
 from numpy.typing import NDArray
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column, stack
 

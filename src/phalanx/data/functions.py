@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import DatasetFunctionError, InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import DatasetFunctionError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.elements import DatasetSpec, Ragged, RaggedSpec, dtype_of, flatten, spec_of
 

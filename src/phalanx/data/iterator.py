@@ -14,9 +14,10 @@ from typing import Any
 from jax import tree_util
 
 from phalanx.core import host_memory
-from phalanx.core.errors import DataLossError, InvalidValueError, OutOfRangeError, shown
+from phalanx.core.errors import DataLossError, InvalidValueError, OutOfRangeError
 from phalanx.core.interrupts import uninterrupted
 from phalanx.core.pulls import begins_loop, gives_elements
+from phalanx.core.showing import shown
 from phalanx.data.background import Ahead
 from phalanx.data.handover import Elements
 from phalanx.data.node import Cursor, Node, Run, open_plan

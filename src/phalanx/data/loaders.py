@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidOperandError, InvalidValueError, StructureMismatchError, shown
+from phalanx.core.errors import InvalidOperandError, InvalidValueError, StructureMismatchError
+from phalanx.core.showing import shown
 from phalanx.data.columns import Chunk
 from phalanx.data.elements import as_leaf, spec_of, unflatten
 from phalanx.data.node import INFINITE, UNKNOWN, Cursor, Node, Run

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidTypeError, shown
+from phalanx.core.errors import InvalidTypeError
+from phalanx.core.showing import shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Builder, Chunk, Column, stack
 from phalanx.data.elements import Ragged

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.core.errors import InvalidOperandError, InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import InvalidOperandError, InvalidTypeError, InvalidValueError
 from phalanx.core.options import NamedEnum
+from phalanx.core.showing import shown
 
 
 class AutoShardPolicy(NamedEnum):

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Builder, Chunk, Column, read_only
 from phalanx.data.elements import Ragged, flatten, spec_of, unflatten

@@ -7,7 +7,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.data import checks
 from phalanx.data.batching import Batch, PaddedBatch, RaggedBatch
 from phalanx.data.caching import Cache

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.core import compat, pulls, transactions
 from phalanx.core import context as ctx
@@ -21,10 +22,15 @@ from phalanx.core.structure import leaves
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.core.turns import Turn, Turns
 from phalanx.core.unwinding import leaving_nothing
+from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
+from phalanx.execution.lifetimes import Table
 from phalanx.execution.program import Call, Program
 from phalanx.execution.taking import Source, Taken
 from phalanx.execution.variance import differing_marks
+
+if TYPE_CHECKING:
+    from phalanx.core.strategy import Strategy
 
 _log = logging.getLogger("phalanx")
 _LOOPS = "it loops over a dataset or an iterator"
@@ -37,6 +43,7 @@ class _Found:
     taken: Taken
     program: Program | None = None
     arrays: list[Any] = field(default_factory=list)
+    variables: list[Variable] = field(default_factory=list)  # so that they last as long as the run
     why: str = ""
 
 
@@ -52,12 +59,12 @@ class Function:
         self.__name__: str = getattr(python_function, "__name__", repr(python_function))
         self.python_function = python_function
         self.input_signature = None if input_signature is None else tuple(input_signature)
-        self._programs: dict[Any, tuple[Program | str, Any]] = {}
+        self._programs: Table[Program | str] = Table()
         self._tracing = Turns(f"trace {self.__name__}")
-        self._sources: dict[Any, tuple[Source, ...]] = {}
+        self._sources: Table[tuple[Source, ...]] = Table()
         self.unbound: Function | None = None
-        self._on_replicas: dict[int, tuple[Any, Function]] = {}
-        self._trace_count = 0
+        self._on_replicas: weakref.WeakKeyDictionary[Strategy, Function] = weakref.WeakKeyDictionary()
+        self._traces = [0]  # shared with the functions that run it on replicas
         self._made_variables = False
 
     # -- calling -------------------------------------------------------------------------------
@@ -77,25 +84,27 @@ class Function:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._find(args, kwargs)
         if found.program is not None:
-            return found.program.run(found.arrays)
+            return found.program.run(found.variables, found.arrays)
         with found.taken.given(tracing=False):
             if found.why == _LOOPS:  # each step in it counts by itself
                 return self.python_function(*args, **kwargs)
             return transactions.atomically(self.python_function, *args, **kwargs)
 
     def run_on_replicas(
-        self, strategy: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+        self, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
         """`strategy.run` of a compiled function: the run is what gets compiled."""
-        known = self._on_replicas.get(id(strategy))
-        if known is None or known[0] is not strategy:
+        known = self._on_replicas.get(strategy)
+        if known is None:
+            python_function, owner = self.python_function, weakref.proxy(strategy)
 
             def run(args: Any, kwargs: Any) -> Any:
-                return strategy.run(self.python_function, args=args, kwargs=kwargs)
+                return owner.run(python_function, args=args, kwargs=kwargs)
 
             run.__name__ = self.__name__
-            known = self._on_replicas[id(strategy)] = (strategy, Function(run))
-        return known[1](tuple(args), dict(kwargs or {}))
+            known = self._on_replicas[strategy] = Function(run)
+            known._traces = self._traces
+        return known(tuple(args), dict(kwargs or {}))
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
         """The program for these arguments, or why there can be none."""
@@ -110,31 +119,35 @@ class Function:
         taken = Taken(call.constants) if call is not None else Taken()
         if call is None:
             return self._uneven(taken)
-        sources = self._sources.get(call.key, ())
+        sources = self._sources.get(call.key) or ()
         while True:
             taken.take(sources)
             fed = Call.of((taken.elements, args), kwargs) if sources else call
             if fed is None:
                 return self._uneven(taken)
             known = self._programs.get(fed.key)
-            if known is None and not turn.taken:
-                turn.take()  # one thread traces; perhaps another has just done it
-                continue
-            if known is None:
+            variables = known.variables() if isinstance(known, Program) else []
+            if known is None or variables is None:
+                if not turn.taken:
+                    turn.take()  # one thread traces; perhaps another has just done it
+                    continue
                 if self.input_signature is not None:
                     self._check_signature(args, kwargs)
+                alive = live_variables()
                 try:
-                    known = self._trace(fed, taken), fed.held
+                    known = self._trace(fed, taken)
                 except pulls.NeedsElement as need:
-                    self._trace_count -= 1
-                    sources = self._sources[call.key] = (*sources, taken.source_of(need))
+                    self._traces[0] -= 1
+                    sources = (*sources, taken.source_of(need))
+                    captured = [s.captured() for s in sources if s.captured is not None]
+                    self._sources.put(call.key, sources, [*call.needs, *captured])
                     continue
-                # What is held, some constants, is told apart by its identity.
-                self._programs[fed.key] = known
-            program = known[0]
-            if isinstance(program, str):
-                return _Found(taken, why=program)
-            return _Found(taken, program, fed.arrays)
+                variables = (known.variables() or []) if isinstance(known, Program) else []
+                del alive
+                self._programs.put(fed.key, known, [*fed.needs, *variables])
+            if isinstance(known, str):
+                return _Found(taken, why=known)
+            return _Found(taken, known, fed.arrays, variables)
 
     def _uneven(self, taken: Taken) -> _Found:
         why = "replicas hold different shapes, or values that are no arrays"
@@ -148,7 +161,7 @@ class Function:
         if program is None or any(f.program is not program for f in found):
             return None
         columns = zip(*(f.arrays for f in found), strict=True)
-        return program.run_loop([list(column) for column in columns])
+        return program.run_loop(found[0].variables, [list(column) for column in columns])
 
     def _trace(self, call: Call, taken: Taken) -> Program | str:
         try:
@@ -177,7 +190,7 @@ class Function:
         return program
 
     def _trace_once(self, call: Call, taken: Taken) -> Program | list[Variable]:
-        self._trace_count += 1
+        self._traces[0] += 1
 
         def with_elements(*args: Any, **kwargs: Any) -> Any:
             elements, args = args if taken.elements else ([], args)
@@ -238,7 +251,7 @@ class Function:
     @property
     def trace_count(self) -> int:
         """How often the Python function has been traced."""
-        return self._trace_count + sum(f.trace_count for _, f in self._on_replicas.values())
+        return self._traces[0]
 
     def __repr__(self) -> str:
         return f"<px.Function {self.__name__}: {len(self._programs)} programs>"
@@ -249,7 +262,7 @@ class Function:
         if found.program is None:
             why = found.why
             raise ContextError(f"{self.__name__} has no program for these arguments, because {why}")
-        return found.program.lower(found.arrays)
+        return found.program.lower(found.variables, found.arrays)
 
     def cost(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """XLA's estimate of the program's cost on one device, such as flops and bytes accessed."""
@@ -292,6 +305,6 @@ def function(
     return Function(fn, input_signature)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1000)  # names of functions may differ without end
 def _say_once(text: str) -> None:
     _log.warning("%s", text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
+from phalanx.execution.lifetimes import Identity, KeptIdentity, may_end
 from phalanx.execution.meetings import Meeting
 from phalanx.execution.staging import explained
 from phalanx.execution.throttle import THROTTLE
@@ -63,13 +65,14 @@ class Call:
                 constants.append(_Constant(x))
                 parts.append(_constant_key(x))
         mode = ctx.current_mode()
-        where = (id(mode.strategy), mode.replica_context is None, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+        where = (Identity(mode.strategy), mode.replica_context is None, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         return Call((treedef, tuple(parts), where), treedef, tuple(constants), arrays)
 
     @property
-    def held(self) -> list[Any]:
-        """The constants that must be kept alive while a program stands for this call."""
-        return [c for c in self.constants if c is not None and not pulls.is_input(c.value)]
+    def needs(self) -> list[Any]:
+        """The objects without which this call cannot come again."""
+        _, parts, (strategy, *_) = self.key
+        return [part() for part in (strategy, *parts) if isinstance(part, Identity)]
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, with other arrays."""
@@ -89,15 +92,17 @@ def _is_ragged(x: Any) -> bool:
 
 
 def _constant_key(x: Any) -> Any:
-    if isinstance(x, Variable):
-        return (Variable, id(x))
     if pulls.is_input(x):
         return type(x)  # each call takes elements from its own iterator
-    try:
-        hash(x)
-    except TypeError:
-        return (type(x), id(x))
-    return (type(x), x)
+    equality: Any = type(x).__eq__
+    if equality is not object.__eq__ and not isinstance(x, Variable):
+        try:
+            hash(x)
+        except TypeError:
+            pass
+        else:
+            return (type(x), x)
+    return Identity(x) if may_end(x) else KeptIdentity(x)
 
 
 # -- one program -----------------------------------------------------------------------------------
@@ -120,11 +125,11 @@ class Program:
         self.jaxpr = closed.jaxpr
         self.name = name
         self._result = result
-        self.written = list(used.written)
-        self.read = [v for v in used.read if v not in used.written]
+        new, old = list(used.written), [v for v in used.read if v not in used.written]
+        # Variables belong to the caller, and hold their strategies: here they are kept by nobody.
+        self._written, self._read = _references(new), _references(old)
         position = {v: i for i, v in enumerate(variables)}
-        written = [position[v] for v in self.written]
-        read = [position[v] for v in self.read]
+        written, read = [position[v] for v in new], [position[v] for v in old]
         total = len(variables)
 
         def program(new: list[Any], old: list[Any], arguments: list[Any]) -> Any:
@@ -145,7 +150,7 @@ class Program:
             state, outputs = jax.lax.scan(body, new, stacked)
             return (outputs, state), jnp.int32(0)
 
-        for variable in (*self.written, *self.read):
+        for variable in (*new, *old):
             if isinstance(variable, CopiedVariable):
                 owner = variable.distribute_strategy
                 devices = owner.extended._span or variable._devices
@@ -156,15 +161,22 @@ class Program:
         self._can_fail = compat.calls_python(self.jaxpr) or (
             used.spans_workers and transactions.protects_variables(jax.default_backend())
         )
+        self._after_runs = list(used.after_runs)
         self._serial = next(_serials)
-        self._wrappers = [_wrapper(variable) for variable in self.written]
-        expect_model([*self.written, *self.read])
+        self._wrappers = [_wrapper(variable) for variable in new]
+        expect_model([*new, *old])
+
+    def variables(self) -> list[Variable] | None:
+        """The variables that the program needs; None if one of them is gone."""
+        found = _alive((*self._written, *self._read, *self._result.variables))
+        return None if any(v is None for v in found) else found
 
     @staticmethod
     def trace(fn: Callable[..., Any], call: Call, name: str) -> Program | list[Variable]:
         """Trace a function; gives the variables that it made, if it made any.
 
-        They cannot be inputs of the program that makes them, so it must be traced again.
+        They cannot be inputs of the program that makes them, so it must be traced again. Whoever runs
+        the program must hold what `variables` returns.
         """
         variables = live_variables()
         box: dict[str, Any] = {}
@@ -185,63 +197,82 @@ class Program:
         used: lifting.Lifting = box["used"]
         return used.made or Program(closed, variables, used, box["result"], name)
 
-    def run(self, arrays: list[Any]) -> Any:
+    def run(self, variables: list[Variable], arrays: list[Any]) -> Any:
         """Read the variables, run the program, write them back."""
-        return self._result.rebuild(self._dispatch(self._step, arrays, 1))
+        return self._result.rebuild(self._dispatch(self._step, variables, arrays, 1))
 
-    def run_loop(self, columns: list[list[Any]]) -> Callable[[int], Any]:
+    def run_loop(self, variables: list[Variable], columns: list[list[Any]]) -> Callable[[int], Any]:
         """Run the program once per element of each column; gives a function from step to result."""
         stacked = [jnp.stack(column) for column in columns]
-        outputs = self._dispatch(self._loop, stacked, len(columns[0]) if columns else 1)
+        steps = len(columns[0]) if columns else 1
+        outputs = self._dispatch(self._loop, variables, stacked, steps)
         return lambda step: self._result.rebuild([x[step] for x in outputs])
 
-    def _dispatch(self, code: _Code, arrays: list[Any], steps: int) -> list[jax.Array]:
+    def _dispatch(
+        self, code: _Code, variables: list[Variable], arrays: list[Any], steps: int
+    ) -> list[jax.Array]:
+        outputs = self._start(code, variables, arrays, steps)
+        for after in self._after_runs:
+            after(steps)
+        return outputs
+
+    def _start(
+        self, code: _Code, variables: list[Variable], arrays: list[Any], steps: int
+    ) -> list[jax.Array]:
         with jax.default_device(self._device) if self._device is not None else nullcontext():
             if self._can_fail or transactions.current() is not None:
-                return transactions.atomically(self._try, code, arrays, steps)
-            self._compile(code, arrays)
+                return transactions.atomically(self._try, code, variables, arrays, steps)
+            self._compile(code, variables, arrays)
             THROTTLE.make_room()
             if self._spans_workers:
-                return self._overwrite_together(code, arrays, steps)
-            turn = transactions.STEPS.run if self.written else _at_once
-            return turn(lambda: self._overwrite(code, arrays)[0])
+                return self._overwrite_together(code, variables, arrays, steps)
+            turn = transactions.STEPS.run if self._written else _at_once
+            return turn(lambda: self._overwrite(code, variables, arrays)[0])
 
-    def _overwrite_together(self, code: _Code, arrays: list[Any], steps: int) -> list[jax.Array]:
+    def _overwrite_together(
+        self, code: _Code, variables: list[Variable], arrays: list[Any], steps: int
+    ) -> list[jax.Array]:
         meeting = self._meeting(code, arrays)
         phases.count_steps(steps)
 
         def start() -> tuple[list[jax.Array], jax.Array]:
             with uninterrupted():
-                return self._overwrite(code, arrays)
+                return self._overwrite(code, variables, arrays)
 
         return transactions.in_turn(lambda: THROTTLE.in_order(start, meeting)[0])
 
-    def _overwrite(self, code: _Code, arrays: list[Any]) -> tuple[list[jax.Array], jax.Array]:
+    def _overwrite(
+        self, code: _Code, variables: list[Variable], arrays: list[Any]
+    ) -> tuple[list[jax.Array], jax.Array]:
         """Run a program that overwrites the variables it writes, and cannot fail once it has begun.
 
         Nothing may come between its start, which makes the old arrays useless, and the new ones.
         """
+        written, read = self._used(variables)
         with transactions.STATE:
             new = []
-            for variable in self.written:
+            for variable in written:
                 x = _present(variable)
                 new.append(x if variable._exclusive else x.copy())
-            old = [_present(v) for v in self.read]
+            old = [_present(v) for v in read]
             (outputs, values), token = THROTTLE.start(code.overwriting, new, old, arrays)
-            for variable, wrap, value in zip(self.written, self._wrappers, values, strict=True):
+            for variable, wrap, value in zip(written, self._wrappers, values, strict=True):
                 variable._value = wrap(value)
                 variable._exclusive = True
         return outputs, token
 
-    def _try(self, code: _Code, arrays: list[Any], steps: int) -> list[jax.Array]:
+    def _try(
+        self, code: _Code, variables: list[Variable], arrays: list[Any], steps: int
+    ) -> list[jax.Array]:
         """Run a program as a part of a step; the variables keep what they hold until it has ended.
 
         A program that calls Python or communicates with other workers can fail after it has begun.
         """
         step = transactions.current()
         assert step is not None
-        new = [_checked(v, _as_array(step.held(v))) for v in self.written]
-        old = [_checked(v, _as_array(step.held(v))) for v in self.read]
+        written, read = self._used(variables)
+        new = [_checked(v, _as_array(step.held(v))) for v in written]
+        old = [_checked(v, _as_array(step.held(v))) for v in read]
         meeting = None
         if self._spans_workers:
             code.compile(code.keeping, new, old, arrays)
@@ -250,14 +281,19 @@ class Program:
         outputs, values = THROTTLE.dispatch(
             code.keeping, new, old, arrays, meeting=meeting, wait=self._can_fail
         )
-        for variable, wrap, value in zip(self.written, self._wrappers, values, strict=True):
+        for variable, wrap, value in zip(written, self._wrappers, values, strict=True):
             step.set(variable, wrap(value))
         return outputs
 
-    def _compile(self, code: _Code, arrays: list[Any]) -> None:
+    def _used(self, variables: list[Variable]) -> tuple[list[Variable], list[Variable]]:
+        """Of what `variables` returned, those that the program writes, and those that it reads."""
+        count = len(self._written)
+        return variables[:count], variables[count : count + len(self._read)]
+
+    def _compile(self, code: _Code, variables: list[Variable], arrays: list[Any]) -> None:
         """Compile before anything waits for the program, and where Ctrl-C can end it."""
         if not code.is_compiled(code.overwriting):
-            new, old = ([_present(v) for v in some] for some in (self.written, self.read))
+            new, old = ([_as_array(v._value) for v in some] for some in self._used(variables))
             code.compile(code.overwriting, new, old, arrays)
 
     def _meeting(self, code: _Code, arrays: list[Any]) -> Meeting:
@@ -270,9 +306,9 @@ class Program:
             (self._serial, loops), operation, arrays, lambda: str(compat.used_part(self.jaxpr))
         )
 
-    def lower(self, arrays: list[Any]) -> Any:
+    def lower(self, variables: list[Variable], arrays: list[Any]) -> Any:
         """The lowered program."""
-        values = ([_as_array(v._held()) for v in some] for some in (self.written, self.read))
+        values = ([_as_array(v._held()) for v in some] for some in self._used(variables))
         return self._step.overwriting.lower(*values, arrays)
 
 
@@ -326,6 +362,7 @@ class Result:
         self._leaves = leaves(nest)
         self.arrays: list[Any] = []
         self._slots: list[tuple[type, Layout | None] | None] = []
+        self.variables: list[weakref.ref[Variable]] = []
         for leaf in self._leaves:
             if isinstance(leaf, PerReplica | Mirrored) and leaf.array is not None:
                 self._slots.append((type(leaf), leaf.layout))
@@ -333,6 +370,9 @@ class Result:
             elif isinstance(leaf, jax.Array):
                 self._slots.append((jax.Array, None))
                 self.arrays.append(leaf)
+            elif isinstance(leaf, Variable):
+                self._slots.append((Variable, None))
+                self.variables.append(weakref.ref(leaf))
             else:
                 self._slots.append(None)
         # Keep no tracers alive once the arrays have been returned.
@@ -344,16 +384,26 @@ class Result:
 
     def rebuild(self, outputs: Sequence[jax.Array]) -> Any:
         """The results again, around computed arrays."""
-        remaining = iter(outputs)
+        remaining, variables = iter(outputs), iter(self.variables)
         new = []
         for leaf, slot in zip(self._leaves, self._slots, strict=True):
             if slot is None:
                 new.append(leaf)
             elif slot[0] is jax.Array:
                 new.append(_as_plain(next(remaining)))
+            elif slot[0] is Variable:
+                new.append(next(variables)())
             else:
                 new.append(slot[0].from_global(next(remaining), slot[1]))  # type: ignore[attr-defined]
         return new[0] if self._single else replace_leaves(self._nest, new)
+
+
+def _references(variables: Sequence[Variable]) -> list[weakref.ref[Variable]]:
+    return [weakref.ref(v) for v in variables]
+
+
+def _alive(references: Sequence[weakref.ref[Variable]]) -> list[Any]:
+    return [reference() for reference in references]
 
 
 def _as_held(variable: Variable, x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ class Source:
 
     method: str
     argument: int | None = None
-    captured: Any = None
+    captured: weakref.ref[Any] | None = None
 
 
 class Taken:
@@ -34,8 +35,10 @@ class Taken:
     def take(self, sources: Sequence[Source]) -> None:
         """Take what is still missing; what was taken before is kept."""
         for source in sources[len(self.elements) :]:
-            iterator = source.captured
-            if source.argument is not None:
+            if source.captured is not None:
+                iterator = source.captured()
+            else:
+                assert source.argument is not None
                 iterator = self._constants[source.argument].value
             self.elements.append(getattr(iterator, source.method)())
             self._iterators.append(iterator)
@@ -45,7 +48,7 @@ class Taken:
         for i, constant in enumerate(self._constants):
             if constant is not None and constant.value is need.iterator:
                 return Source(need.method, argument=i)
-        return Source(need.method, captured=need.iterator)
+        return Source(need.method, captured=weakref.ref(need.iterator))
 
     def given(
         self, tracing: bool, elements: Sequence[Any] | None = None

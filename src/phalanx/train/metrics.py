@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.core import lifting, transactions
+from phalanx.core import compat, lifting, transactions
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
 from phalanx.core.variables import Variable
@@ -125,20 +125,30 @@ class Accuracy(Mean):
 
     def update_state(self, labels: Any, predictions: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
         """Compare labels with predicted labels, or with scores whose last dimension is the class."""
-        wanted, given = jnp.asarray(labels), jnp.asarray(predictions)
-        if given.ndim == wanted.ndim + 1:
-            given = jnp.argmax(given, axis=-1)
-        if given.shape != wanted.shape:
+        wanted, given = _known(labels), _known(predictions)
+        with compat.without_differentiation():
+            if given.ndim == wanted.ndim + 1:
+                given = jnp.argmax(given, axis=-1)
+            right = (given == wanted).astype(jnp.float32) if given.shape == wanted.shape else None
+        if right is None:
             raise InvalidValueError(
                 "Predictions must have the shape of the labels, or one dimension more for scores. "
                 f"Received: labels {wanted.shape} and predictions {given.shape}"
             )
-        super().update_state((given == wanted).astype(jnp.float32), sample_weight)
+        super().update_state(right, sample_weight)
 
 
 def _weighted(values: Any, sample_weight: Any) -> tuple[jax.Array, jax.Array]:
-    array = jnp.asarray(values, jnp.float32)
-    if sample_weight is None:
-        return jnp.sum(array), jnp.float32(array.size)
-    weights = jnp.broadcast_to(jnp.asarray(sample_weight, jnp.float32), array.shape)
-    return jnp.sum(array * weights), jnp.sum(weights)
+    array = _known(values, jnp.float32)
+    weights = None if sample_weight is None else _known(sample_weight, jnp.float32)
+    with compat.without_differentiation():
+        if weights is None:
+            return jnp.sum(array), jnp.float32(array.size)
+        weights = jnp.broadcast_to(weights, array.shape)
+        return jnp.sum(array * weights), jnp.sum(weights)
+
+
+def _known(x: Any, dtype: Any = None) -> jax.Array:
+    """An array to count: metrics have no derivatives, also where one is being computed."""
+    array: jax.Array = compat.primal_value(jnp.asarray(x, dtype))
+    return array

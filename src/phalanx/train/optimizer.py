@@ -15,6 +15,7 @@ from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueErro
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import MergePoint
+from phalanx.core.showing import shown
 from phalanx.core.strategy import Strategy
 from phalanx.core.synchronization import VariableAggregation
 from phalanx.core.values import DistributedValues, Mirrored
@@ -61,10 +62,16 @@ class Optimizer:
         if not hasattr(transform, "init") or not hasattr(transform, "update"):
             raise InvalidTypeError(
                 "Optimizer needs an optax.GradientTransformation, such as optax.adam(1e-3). "
-                f"Received: {transform!r}"
+                f"Received: {shown(transform)}"
             )
-        if aggregate not in _AGGREGATIONS:
-            raise InvalidValueError(f"aggregate must be 'sum', 'mean' or None. Received: {aggregate!r}")
+        if not (aggregate is None or (isinstance(aggregate, str) and aggregate in _AGGREGATIONS)):
+            raise InvalidValueError(
+                f"aggregate must be 'sum', 'mean' or None. Received: {shown(aggregate)}"
+            )
+        if loss_scale is not None and not isinstance(loss_scale, LossScale):
+            raise InvalidTypeError(
+                f"loss_scale must be a px.train.LossScale or None. Received: {shown(loss_scale)}"
+            )
         self.transform = transform
         self.loss_scale = loss_scale
         self._op = _AGGREGATIONS[aggregate]
@@ -176,6 +183,8 @@ class Optimizer:
 
         strategy.extended.update(lead, on_copy, args=tuple(by_variable.values()))
         self.iterations.assign_add(1)
+        if self.loss_scale is not None:
+            self.loss_scale.watch()
 
     def _update_copy(self, given: dict[int, Any]) -> None:
         """Update the copies of one device."""
@@ -209,7 +218,8 @@ class Optimizer:
         """Divide out the loss scale; a step with gradients that are not finite changes nothing."""
         assert self.loss_scale is not None
         scale, good_steps = scaling
-        grads = [g / scale.astype(g.dtype) for g in grads]
+        # In float16 a scale of 65536 is infinite, and would make every gradient zero.
+        grads = [(g / scale).astype(g.dtype) for g in grads]
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in grads]))
         safe = [jnp.where(finite, g, jnp.zeros_like(g)) for g in grads]
         new = self._update_values(safe, state, params)
@@ -267,7 +277,7 @@ def _dense(gradient: Any, like: jax.Array) -> jax.Array:
 def _checked_variables(variables: Sequence[Any]) -> list[Variable]:
     listed = list(variables)
     if not listed or not all(isinstance(v, Variable) for v in listed):
-        raise InvalidTypeError(f"A list of px.Variable is needed. Received: {variables!r}")
+        raise InvalidTypeError(f"A list of px.Variable is needed. Received: {shown(variables)}")
     if len({id(v) for v in listed}) != len(listed):
         raise InvalidValueError(f"A variable occurs twice. Received: {[v.name for v in listed]}")
     return listed

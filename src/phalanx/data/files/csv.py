@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import DataLossError, InvalidArgumentError, InvalidValueError, shown
+from phalanx.core.errors import DataLossError, InvalidArgumentError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk
 from phalanx.data.files.plain import LineReader, strings

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.data import checks
 from phalanx.data.dataset import Dataset
 from phalanx.data.files import source as files

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError, shown
+from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.data.files import wire
 
 _INT64 = np.iinfo(np.int64)
