@@ -81,6 +81,7 @@ class Transaction:
         self._parent = parent
         self._turn: Turn = Turn(STEPS) if parent is None else parent._turn
         self._written: dict[Variable, Any] = {}
+        self._then: list[Callable[[], None]] = []
 
     def held(self, variable: Variable) -> Any:
         """What a variable holds at this point of the step."""
@@ -97,15 +98,22 @@ class Transaction:
         self._turn.take()
         self._written[variable] = held
 
+    def when_committed(self, fn: Callable[[], None]) -> None:
+        """Call a short function if the step happens, in the same moment."""
+        self._then.append(fn)
+
     def commit(self) -> None:
         """Make what was written count, for the step around this one or for everybody."""
         if self._parent is not None:
             self._parent._written = {**self._parent._written, **self._written}
-        elif self._written:
+            self._parent._then += self._then
+        elif self._written or self._then:
             with uninterrupted(), STATE:
                 for variable, held in self._written.items():
                     variable._value = held
                     variable._exclusive = False
+                for fn in self._then:
+                    fn()
 
     def end(self) -> None:
         """Let other steps have their turn."""

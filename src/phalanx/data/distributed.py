@@ -261,6 +261,14 @@ class _Reading:
     def progress(self) -> _Progress:
         return self._start if self._ahead is None else self._ahead.elements.position
 
+    @property
+    def taken(self) -> int:
+        return 0 if self._ahead is None else self._ahead.elements.taken
+
+    def give_back(self, element: Any, before: _Progress, taken: int) -> None:
+        assert self._ahead is not None
+        self._ahead.elements.give_back(element, before, taken)
+
     def fill(self) -> Elements[_Progress] | None:
         """Elements of which one waits; None at the end."""
         ahead = self._ahead
@@ -377,6 +385,18 @@ class DistributedIterator:
                 return found
             except IndexError:  # another thread was faster
                 pass
+
+    def _mark(self) -> Any:
+        reading = self._reading
+        return reading, reading.progress, reading.taken
+
+    def _give_back(self, mark: Any, element: Any) -> None:
+        reading, before, taken = mark
+        if isinstance(element, Optional):
+            if not element.has_value():
+                return
+            element = element.get_value()
+        reading.give_back(element, before, taken)
 
     def _check_caller(self) -> None:
         ctx.require_same_strategy(self._place.strategy, "next(iterator)")

@@ -51,3 +51,15 @@ class Elements(Generic[P]):
             self.taken += 1
             return element
         raise AssertionError  # the loop does not end
+
+    def give_back(self, element: Any, before: P, taken: int) -> None:
+        """Let an element wait again, before all others, that was taken and came to nothing.
+
+        Args:
+            element: what `take` gave.
+            before: the position before it was taken.
+            taken: how many had been taken then.
+        """
+        self.waiting.appendleft((element, self.position))
+        if self.taken == taken + 1:  # else another thread has gone on from here
+            self.position, self.taken = before, taken

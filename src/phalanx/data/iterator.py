@@ -248,6 +248,14 @@ class Iterator:
             except IndexError:  # another thread was faster
                 pass
 
+    def _mark(self) -> Any:
+        elements = self._reading.elements
+        return elements, elements.position, elements.taken
+
+    def _give_back(self, mark: Any, element: Any) -> None:
+        elements, before, taken = mark
+        elements.give_back(element, before, taken)
+
     def state(self) -> dict[str, int]:
         """The position, as a small dictionary that can be written as JSON.
 

@@ -71,6 +71,12 @@ class Function:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program for these arguments, tracing it first if there is none yet."""
+        return self.call_then(None, args, kwargs)
+
+    def call_then(
+        self, then: Callable[[], None] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the function; `then` is called if the step happens, in the same moment."""
         if compat.is_transformation(compat.current_trace()):
             return self.python_function(*args, **kwargs)  # part of a larger program, or of a gradient
         replica = ctx.active_replica()
@@ -79,16 +85,32 @@ class Function:
                 "it was called from a step that runs eagerly", "Put px.function around strategy.run"
             )
             return self.python_function(*args, **kwargs)
-        return leaving_nothing(self._run, args, kwargs)
+        return leaving_nothing(self._run, then, args, kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, then: Callable[[], None] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         found = self._find(args, kwargs)
-        if found.program is not None:
-            return found.program.run(found.variables, found.arrays)
-        with found.taken.given(tracing=False):
-            if found.why == _LOOPS:  # each step in it counts by itself
-                return self.python_function(*args, **kwargs)
-            return transactions.atomically(self.python_function, *args, **kwargs)
+        taken = found.taken
+        taken.then = then
+        try:
+            if found.program is not None:
+                return found.program.run(found.variables, found.arrays, taken.use)
+            with taken.given(tracing=False):
+                if found.why == _LOOPS:  # each step in it counts by itself
+                    return self.python_function(*args, **kwargs)
+                return transactions.atomically(self._run_eagerly, taken, args, kwargs)
+        except BaseException as error:
+            # A step that fails has had its input. One that was interrupted gets it once more.
+            if not isinstance(error, Exception):
+                taken.give_back()
+            raise
+
+    def _run_eagerly(self, taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step = transactions.current()
+        if step is not None:
+            step.when_committed(taken.use)
+        return self.python_function(*args, **kwargs)
 
     def run_on_replicas(
         self, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -108,17 +130,21 @@ class Function:
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
         """The program for these arguments, or why there can be none."""
-        turn = Turn(self._tracing)
+        call = Call.of(args, kwargs)
+        if call is None:
+            return self._uneven(Taken())
+        taken, turn = Taken(call.constants), Turn(self._tracing)
         try:
-            return self._find_in_turn(args, kwargs, turn)
+            return self._find_in_turn(call, args, kwargs, taken, turn)
+        except BaseException:
+            taken.give_back()
+            raise
         finally:
             turn.end()
 
-    def _find_in_turn(self, args: tuple[Any, ...], kwargs: dict[str, Any], turn: Turn) -> _Found:
-        call = Call.of(args, kwargs)
-        taken = Taken(call.constants) if call is not None else Taken()
-        if call is None:
-            return self._uneven(taken)
+    def _find_in_turn(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], taken: Taken, turn: Turn
+    ) -> _Found:
         sources = self._sources.get(call.key) or ()
         while True:
             taken.take(sources)
@@ -154,14 +180,33 @@ class Function:
         self._say_eager(why, "Use batches that divide evenly, as with drop_remainder=True")
         return _Found(taken, why=why)
 
-    def run_steps(self, elements: Sequence[tuple[Any, ...]]) -> Callable[[int], Any] | None:
-        """Run one step per element as a single program; None if they need different programs."""
-        found = [self._find(args, {}) for args in elements]
-        program = found[0].program
-        if program is None or any(f.program is not program for f in found):
-            return None
-        columns = zip(*(f.arrays for f in found), strict=True)
-        return program.run_loop(found[0].variables, [list(column) for column in columns])
+    def run_steps(
+        self, elements: Sequence[tuple[Any, ...]], then: Callable[[], None]
+    ) -> Callable[[int], Any] | None:
+        """Run one step per element as a single program; None if they need different programs.
+
+        Args:
+            elements: the arguments of each step.
+            then: called if the steps happen, in the same moment.
+        """
+        found: list[_Found] = []
+
+        def use() -> None:
+            then()
+            for each in found:
+                each.taken.use()
+
+        try:
+            for args in elements:
+                found.append(self._find(args, {}))
+            program = found[0].program
+            if program is None or any(f.program is not program for f in found):
+                return None
+            columns = zip(*(f.arrays for f in found), strict=True)
+            return program.run_loop(found[0].variables, [list(column) for column in columns], use)
+        finally:
+            for each in reversed(found):
+                each.taken.give_back()
 
     def _trace(self, call: Call, taken: Taken) -> Program | str:
         try:
@@ -259,6 +304,7 @@ class Function:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The lowered program for these arguments, as `jax.stages.Lowered`; runs nothing."""
         found = self._find(args, kwargs)
+        found.taken.give_back()
         if found.program is None:
             why = found.why
             raise ContextError(f"{self.__name__} has no program for these arguments, because {why}")

@@ -21,17 +21,15 @@ import numpy as np
 from phalanx.core import compat, lifting, phases, pulls, transactions
 from phalanx.core import context as ctx
 from phalanx.core.distributed_variables import CopiedVariable
-from phalanx.core.errors import InvalidValueError
 from phalanx.core.host_memory import expect_model
-from phalanx.core.interrupts import uninterrupted
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
 from phalanx.execution.lifetimes import Identity, KeptIdentity, may_end
 from phalanx.execution.meetings import Meeting
+from phalanx.execution.running import Code, Run, as_array, deleted
 from phalanx.execution.staging import explained
-from phalanx.execution.throttle import THROTTLE
 
 # -- one call ------------------------------------------------------------------------------------
 
@@ -55,7 +53,7 @@ class Call:
         for x in flat:
             if isinstance(x, jax.Array | np.ndarray | np.generic):
                 if isinstance(x, jax.Array) and x.is_deleted():
-                    raise _deleted("An argument of a compiled function", x)
+                    raise deleted("An argument of a compiled function", x)
                 arrays.append(compat.movable(x))
                 constants.append(None)
                 parts.append((x.shape, x.dtype, getattr(x, "weak_type", False)))
@@ -155,7 +153,7 @@ class Program:
                 owner = variable.distribute_strategy
                 devices = owner.extended._span or variable._devices
                 used.spread_over(devices, f"variable {variable.name!r} of {owner!r}")
-        self._step, self._loop = _Code(program), _Code(looped)
+        self._step, self._loop = Code(program), Code(looped)
         self._device = used.device
         self._spans_workers = used.spans_workers
         self._can_fail = compat.calls_python(self.jaxpr) or (
@@ -188,7 +186,7 @@ class Program:
             with lifting.lifted(used):
                 result = Result(fn(*args, **kwargs))
             box["used"], box["result"] = used, result
-            return result.arrays, [_as_array(value) for value in used.written.values()]
+            return result.arrays, [as_array(value) for value in used.written.values()]
 
         shapes = [_shape_of(v) for v in variables]
         arguments = [compat.shape_of(x) for x in call.arrays]
@@ -197,92 +195,49 @@ class Program:
         used: lifting.Lifting = box["used"]
         return used.made or Program(closed, variables, used, box["result"], name)
 
-    def run(self, variables: list[Variable], arrays: list[Any]) -> Any:
-        """Read the variables, run the program, write them back."""
-        return self._result.rebuild(self._dispatch(self._step, variables, arrays, 1))
+    def run(self, variables: list[Variable], arrays: list[Any], then: Callable[[], None]) -> Any:
+        """Read the variables, run the program, write them back.
 
-    def run_loop(self, variables: list[Variable], columns: list[list[Any]]) -> Callable[[int], Any]:
+        Args:
+            variables: what `variables` returned.
+            arrays: the arguments.
+            then: called if the step happens, in the same moment.
+        """
+        return self._result.rebuild(self._run(self._step, variables, arrays, 1, then))
+
+    def run_loop(
+        self, variables: list[Variable], columns: list[list[Any]], then: Callable[[], None]
+    ) -> Callable[[int], Any]:
         """Run the program once per element of each column; gives a function from step to result."""
         stacked = [jnp.stack(column) for column in columns]
         steps = len(columns[0]) if columns else 1
-        outputs = self._dispatch(self._loop, variables, stacked, steps)
+        outputs = self._run(self._loop, variables, stacked, steps, then)
         return lambda step: self._result.rebuild([x[step] for x in outputs])
 
-    def _dispatch(
-        self, code: _Code, variables: list[Variable], arrays: list[Any], steps: int
+    def _run(
+        self,
+        code: Code,
+        variables: list[Variable],
+        arrays: list[Any],
+        steps: int,
+        then: Callable[[], None],
     ) -> list[jax.Array]:
-        outputs = self._start(code, variables, arrays, steps)
+        written, read = self._used(variables)
+        run = Run(
+            code,
+            written,
+            read,
+            self._wrappers,
+            arrays,
+            steps,
+            then,
+            self._can_fail,
+            functools.partial(self._meeting, code, arrays) if self._spans_workers else None,
+        )
+        with jax.default_device(self._device) if self._device is not None else nullcontext():
+            outputs = run.run()
         for after in self._after_runs:
             after(steps)
-        return outputs
-
-    def _start(
-        self, code: _Code, variables: list[Variable], arrays: list[Any], steps: int
-    ) -> list[jax.Array]:
-        with jax.default_device(self._device) if self._device is not None else nullcontext():
-            if self._can_fail or transactions.current() is not None:
-                return transactions.atomically(self._try, code, variables, arrays, steps)
-            self._compile(code, variables, arrays)
-            THROTTLE.make_room()
-            if self._spans_workers:
-                return self._overwrite_together(code, variables, arrays, steps)
-            turn = transactions.STEPS.run if self._written else _at_once
-            return turn(lambda: self._overwrite(code, variables, arrays)[0])
-
-    def _overwrite_together(
-        self, code: _Code, variables: list[Variable], arrays: list[Any], steps: int
-    ) -> list[jax.Array]:
-        meeting = self._meeting(code, arrays)
-        phases.count_steps(steps)
-
-        def start() -> tuple[list[jax.Array], jax.Array]:
-            with uninterrupted():
-                return self._overwrite(code, variables, arrays)
-
-        return transactions.in_turn(lambda: THROTTLE.in_order(start, meeting)[0])
-
-    def _overwrite(
-        self, code: _Code, variables: list[Variable], arrays: list[Any]
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Run a program that overwrites the variables it writes, and cannot fail once it has begun.
-
-        Nothing may come between its start, which makes the old arrays useless, and the new ones.
-        """
-        written, read = self._used(variables)
-        with transactions.STATE:
-            new = []
-            for variable in written:
-                x = _present(variable)
-                new.append(x if variable._exclusive else x.copy())
-            old = [_present(v) for v in read]
-            (outputs, values), token = THROTTLE.start(code.overwriting, new, old, arrays)
-            for variable, wrap, value in zip(written, self._wrappers, values, strict=True):
-                variable._value = wrap(value)
-                variable._exclusive = True
-        return outputs, token
-
-    def _try(
-        self, code: _Code, variables: list[Variable], arrays: list[Any], steps: int
-    ) -> list[jax.Array]:
-        """Run a program as a part of a step; the variables keep what they hold until it has ended.
-
-        A program that calls Python or communicates with other workers can fail after it has begun.
-        """
-        step = transactions.current()
-        assert step is not None
-        written, read = self._used(variables)
-        new = [_checked(v, _as_array(step.held(v))) for v in written]
-        old = [_checked(v, _as_array(step.held(v))) for v in read]
-        meeting = None
-        if self._spans_workers:
-            code.compile(code.keeping, new, old, arrays)
-            meeting = self._meeting(code, arrays)
-            phases.count_steps(steps)
-        outputs, values = THROTTLE.dispatch(
-            code.keeping, new, old, arrays, meeting=meeting, wait=self._can_fail
-        )
-        for variable, wrap, value in zip(written, self._wrappers, values, strict=True):
-            step.set(variable, wrap(value))
         return outputs
 
     def _used(self, variables: list[Variable]) -> tuple[list[Variable], list[Variable]]:
@@ -290,13 +245,7 @@ class Program:
         count = len(self._written)
         return variables[:count], variables[count : count + len(self._read)]
 
-    def _compile(self, code: _Code, variables: list[Variable], arrays: list[Any]) -> None:
-        """Compile before anything waits for the program, and where Ctrl-C can end it."""
-        if not code.is_compiled(code.overwriting):
-            new, old = ([_as_array(v._value) for v in some] for some in self._used(variables))
-            code.compile(code.overwriting, new, old, arrays)
-
-    def _meeting(self, code: _Code, arrays: list[Any]) -> Meeting:
+    def _meeting(self, code: Code, arrays: list[Any]) -> Meeting:
         """What other workers must run too."""
         loops = code is self._loop
         operation = f"the compiled function {self.name}{' in a loop' if loops else ''}"
@@ -308,50 +257,8 @@ class Program:
 
     def lower(self, variables: list[Variable], arrays: list[Any]) -> Any:
         """The lowered program."""
-        values = ([_as_array(v._held()) for v in some] for some in self._used(variables))
+        values = ([as_array(v._held()) for v in some] for some in self._used(variables))
         return self._step.overwriting.lower(*values, arrays)
-
-
-class _Code:
-    """The compiled code of a program, which overwrites the variables that it writes or keeps them."""
-
-    def __init__(self, program: Callable[..., Any]) -> None:
-        self.overwriting = jax.jit(program, donate_argnums=0)
-        self.keeping = jax.jit(program)
-        self._compiled: list[Any] = []
-
-    def is_compiled(self, code: Any) -> bool:
-        return code in self._compiled
-
-    def compile(self, code: Any, *inputs: Any) -> None:
-        if code not in self._compiled:
-            with phases.phase("compile"):
-                code.lower(*inputs).compile()
-            self._compiled.append(code)
-
-
-def _at_once(fn: Callable[[], Any]) -> Any:
-    return fn()
-
-
-def _present(variable: Variable) -> Any:
-    """The array of a variable, for a program. Call it with the state locked."""
-    x = _as_array(variable._value)
-    return x if variable._exclusive else _checked(variable, x)
-
-
-def _checked(variable: Variable, x: Any) -> Any:
-    # The CPU client crashes if it is given a deleted array over several devices.
-    if x.is_deleted():
-        raise _deleted(f"The value of variable {variable.name!r}", x)
-    return x
-
-
-def _deleted(what: str, x: Any) -> InvalidValueError:
-    return InvalidValueError(
-        f"{what} has been deleted: it was donated to a function (jax.jit with donate_argnums), or its "
-        f"delete method was called. Received: a deleted array of shape {x.shape} and dtype {x.dtype}"
-    )
 
 
 class Result:
@@ -414,11 +321,6 @@ def _as_held(variable: Variable, x: Any) -> Any:
     if isinstance(value, PerReplica):
         return PerReplica.from_global(x, Layout(value.count, not variable.shape))
     return x
-
-
-def _as_array(value: Any) -> Any:
-    """The one array that stands for a value in a program."""
-    return value.array if isinstance(value, Mirrored | PerReplica) else value
 
 
 def _wrapper(variable: Variable) -> Callable[[jax.Array], Any]:

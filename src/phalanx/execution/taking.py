@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core import pulls
+from phalanx.core.interrupts import uninterrupted
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Source:
 
 
 class Taken:
-    """The elements that one call has taken.
+    """The elements that one call has taken, to be used or given back.
 
     Args:
         constants: the arguments of the call that are no arrays, among them iterators.
@@ -29,8 +30,11 @@ class Taken:
 
     def __init__(self, constants: Sequence[Any] = ()) -> None:
         self._constants = constants
-        self._iterators: list[Any] = []
+        self._from: list[tuple[Any, Any]] = []  # the iterators, and marks of where they were
         self.elements: list[Any] = []
+        self.then: Callable[[], None] | None = None
+        """What to call when the elements are used."""
+        self._used = False
 
     def take(self, sources: Sequence[Source]) -> None:
         """Take what is still missing; what was taken before is kept."""
@@ -40,8 +44,30 @@ class Taken:
             else:
                 assert source.argument is not None
                 iterator = self._constants[source.argument].value
-            self.elements.append(getattr(iterator, source.method)())
-            self._iterators.append(iterator)
+            self.take_one(iterator, source.method)
+
+    def take_one(self, iterator: Any, method: str = "__next__") -> None:
+        """Take one element; raises what the iterator raises."""
+        del self._from[len(self.elements) :]
+        self._from.append((iterator, iterator._mark()))
+        next_element = getattr(iterator, method)
+        element = next_element()  # no call may come between this and the next line
+        self.elements.append(element)
+
+    def use(self) -> None:
+        """The elements have done what they were taken for."""
+        self._used = True
+        if self.then is not None:
+            self.then()
+
+    def give_back(self) -> None:
+        """Let the iterators give the elements once more, unless they were used."""
+        with uninterrupted():
+            while self.elements and not self._used:
+                element = self.elements.pop()
+                del self._from[len(self.elements) + 1 :]
+                iterator, mark = self._from.pop()
+                iterator._give_back(mark, element)
 
     def source_of(self, need: pulls.NeedsElement) -> Source:
         """How to find the iterator of a missing element again, in later calls too."""
@@ -54,4 +80,5 @@ class Taken:
         self, tracing: bool, elements: Sequence[Any] | None = None
     ) -> AbstractContextManager[None]:
         """Let the iterators give what was taken, or what stands for it."""
-        return pulls.feeding(self._iterators, self.elements if elements is None else elements, tracing)
+        iterators = [iterator for iterator, _ in self._from[: len(self.elements)]]
+        return pulls.feeding(iterators, self.elements if elements is None else elements, tracing)

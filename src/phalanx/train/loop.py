@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
+from phalanx.core import pulls
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 from phalanx.execution.function import Function
+from phalanx.execution.taking import Taken
 
 
 class LoopResults(Sequence[Any]):
@@ -62,12 +64,48 @@ def loop(step: Function, iterator: Iterator[Any], steps: int) -> LoopResults:
         )
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise InvalidValueError(f"steps must be a positive integer. Received: {steps!r}")
-    taken = itertools.islice(iterator, steps)
-    elements = [x if isinstance(x, tuple) else (x,) for x in taken]
-    if not elements:
-        return LoopResults(0, lambda _: None)
-    result = step.run_steps(elements)
-    if result is None:
-        results = [step(*element) for element in elements]
-        result = results.__getitem__
-    return LoopResults(len(elements), result)
+    taken = _Elements(iterator)
+    try:
+        elements = [x if isinstance(x, tuple) else (x,) for x in taken.take(steps)]
+        if not elements:
+            return LoopResults(0, lambda _: None)
+        result = step.run_steps(elements, taken.use_all)
+        if result is None:
+            results = [step.call_then(taken.use_one, element, {}) for element in elements]
+            result = results.__getitem__
+        return LoopResults(len(elements), result)
+    except BaseException as error:
+        # A step that fails has had its element. Those that were not begun are given once more.
+        taken.give_back(begun=isinstance(error, Exception))
+        raise
+
+
+class _Elements:
+    """Elements that a loop takes before its steps; those that no step has used can be given back."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._taken: list[Taken] = []
+        self._used = 0
+
+    def take(self, count: int) -> list[Any]:
+        if not pulls.is_input(self._iterator):
+            return list(itertools.islice(self._iterator, count))
+        for _ in range(count):
+            self._taken.append(Taken())
+            try:
+                self._taken[-1].take_one(self._iterator)
+            except StopIteration:
+                self._taken.pop()
+                break
+        return [taken.elements[0] for taken in self._taken]
+
+    def use_one(self) -> None:
+        self._used += 1
+
+    def use_all(self) -> None:
+        self._used = len(self._taken)
+
+    def give_back(self, begun: bool) -> None:
+        for taken in reversed(self._taken[self._used + begun :]):
+            taken.give_back()

@@ -182,5 +182,5 @@ class LossScale:
 
 
 def _first_copy(variable: Variable) -> Any:
-    held = variable._committed()
+    held = variable._held()
     return np.asarray(held.values[0] if isinstance(held, DistributedValues) else held)
