@@ -25,7 +25,7 @@ import optax
 import phalanx as px
 from phalanx.core import compat, context, lifting, transactions
 
-KINDS = ("compiled", "eager", "loop", "callback", "plain")
+KINDS = ("compiled", "eager", "loop", "callback", "plain", "input")
 
 
 class Training:
@@ -47,6 +47,8 @@ class Training:
             self.optimizer = px.train.Optimizer(optax.sgd(1.0, momentum=0.0))
             self.metric = px.train.Mean()
         self.x = jnp.ones(16) / replicas
+        dataset = px.data.Dataset.from_tensors(np.ones(16 * replicas, np.float32) / replicas)
+        self.iterator = iter(self.strategy.experimental_distribute_dataset(dataset.repeat()))
 
     def replica(self, x: jax.Array) -> jax.Array:
         """One step of one replica."""
@@ -71,10 +73,21 @@ class Training:
             shape = jax.ShapeDtypeStruct((16,), jnp.float32)
             callback = px.function(lambda x: self.run(jax.pure_callback(np.asarray, shape, x)))
             return lambda: callback(self.x)
+        if kind == "input":  # the position of the iterator is a part of the step
+            taking = px.function(lambda: self.run(next(self.iterator)))
+            return lambda: self._count_input(taking)
         compiled = px.function(self.run)
         if kind == "loop":
             return lambda: px.train.loop(compiled, iter([self.x]), steps=1)
         return lambda: compiled(self.x)
+
+    def _count_input(self, taking: Callable[[], Any]) -> Any:
+        before = self.iterator.state()["index"], float(self.mean)
+        try:
+            return taking()
+        finally:
+            after = self.iterator.state()["index"], float(self.mean)
+            assert after[0] - before[0] == after[1] - before[1], (before, after)
 
     def steps(self, kind: str) -> float:
         """How many steps were made; an error if variables disagree."""
@@ -156,6 +169,7 @@ def main(kind: str, replicas: int, interrupts: int, seed: int) -> None:
         done = now
     step()
     assert training.steps(kind) == done + 1
+    training.iterator.close()
     assert threading.active_count() == 1, threading.enumerate()
     print(f"{seen} interrupts: {dict(outcomes)}\ndone")
 

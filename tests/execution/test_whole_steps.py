@@ -366,13 +366,13 @@ def interrupt(kind: str, replicas: int, interrupts: int, seed: int, timeout: flo
     assert done.stdout.endswith("done\n")
 
 
-@pytest.mark.parametrize(("kind", "replicas"), [("compiled", 2), ("eager", 2), ("loop", 1)])
+@pytest.mark.parametrize(("kind", "replicas"), [("compiled", 2), ("eager", 2), ("input", 2)])
 def test_an_interrupted_step_has_happened_or_not(kind: str, replicas: int) -> None:
     interrupt(kind, replicas, 60, seed=0, timeout=120.0)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["compiled", "eager", "loop", "callback", "plain"])
+@pytest.mark.parametrize("kind", ["compiled", "eager", "loop", "callback", "plain", "input"])
 def test_thousands_of_interrupts(kind: str, replicas: int) -> None:
     interrupt(kind, replicas, 700, seed=replicas, timeout=900.0)
