@@ -74,8 +74,8 @@ def interrupt_at(number: int, call: Callable[[], Any]) -> bool:
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal moments
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "call" and frame.f_back is not None:
-            last[frame.f_back] = ""  # what was called is no C function
+        if event == "call" and frame.f_back is not None and last.get(frame.f_back) == "CALL":
+            last[frame.f_back] = ""  # what was called is no C function, so that nothing runs behind it
         if event == "opcode":
             before, last[frame] = last.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
             held = isinstance(signal.getsignal(signal.SIGALRM), _Delayed)

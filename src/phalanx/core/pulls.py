@@ -83,7 +83,8 @@ def gives_elements(method: Method) -> Method:
         if feed is None or not (feed.tracing or feed.elements):
             if args or kwargs:
                 return method(self, *args, **kwargs)
-            return method(self)  # a plain call: no interrupt gets between it and the element
+            # A plain call: after others, an interrupt could come between the element and the caller.
+            return method(self)
         if ctx.active_replica() is not None:
             raise InvalidValueError(
                 "A compiled function takes elements before it runs, so next(iterator) must be called "

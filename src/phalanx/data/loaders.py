@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +13,12 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidOperandError, InvalidValueError, StructureMismatchError
+from phalanx.core.errors import (
+    AbortedError,
+    InvalidOperandError,
+    InvalidValueError,
+    StructureMismatchError,
+)
 from phalanx.core.showing import shown
 from phalanx.data.columns import Chunk
 from phalanx.data.elements import as_leaf, spec_of, unflatten
@@ -24,6 +31,8 @@ class _Reading:
 
     started: bool = False
     peeked: list[Any] = field(default_factory=list)
+    broken: bool = False  # whether the first element was asked for, and something was raised instead
+    lock: Any = field(default_factory=threading.RLock)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,19 +57,23 @@ class Loader(Node):
     @property
     def element_spec(self) -> Any:
         """Found out by the first element. An iterator keeps it until it is read."""
-        elements = self._reading.peeked
+        with self._reading.lock:
+            return self._described(self._reading.peeked)
+
+    def _described(self, elements: list[Any]) -> Any:
         if not elements:
             if self.is_one_shot and self._reading.started:
                 raise InvalidValueError(
                     "The elements of a generator are described by the first one, which has been read. "
                     f"Received: {self.source!r}"
                 )
-            first = next(iter(self.source), None)
-            if first is None:
+            self._reading.broken = True
+            elements.extend(itertools.islice(iter(self.source), 1))  # in one step
+            self._reading.broken = False
+            if not elements:
                 raise InvalidValueError(
                     f"There is no element to describe. Received: an empty {type(self.source).__name__}"
                 )
-            elements.append(first)
         leaves, structure = flatten(elements[0])
         # Batches of a loader may differ in size, and the last one usually does.
         specs = [spec_of(leaf) for leaf in leaves]
@@ -83,14 +96,21 @@ class Loader(Node):
         if not self.is_one_shot:
             _set_epoch(self.source, run.passes[0])
             return _LoaderCursor(self.source, [])
-        if reading.started:
-            raise InvalidValueError(
-                "A generator can be read once, and this one has been. Give an iterable that begins "
-                "anew, such as px.data.Dataset.from_generator(function, …). "
-                f"Received: {self.source!r}"
-            )
-        reading.started = True
-        return _LoaderCursor(self.source, reading.peeked)
+        with reading.lock:
+            if reading.broken and not reading.peeked and isinstance(self.source, Generator):
+                raise AbortedError(
+                    "The generator was interrupted when its first element was looked at, which ended "
+                    "it. Make another one, or give px.data.Dataset.from_generator(function, …). "
+                    f"Received: {self.source!r}"
+                )
+            if reading.started:
+                raise InvalidValueError(
+                    "A generator can be read once, and this one has been. Give an iterable that begins "
+                    "anew, such as px.data.Dataset.from_generator(function, …). "
+                    f"Received: {self.source!r}"
+                )
+            reading.started = True
+            return _LoaderCursor(self.source, reading.peeked)
 
 
 def _unsized(spec: Any) -> Any:

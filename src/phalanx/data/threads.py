@@ -25,6 +25,9 @@ PATIENCE = 10.0
 MOST_THREADS = 512
 """How many threads one node of a plan starts, however many calls it may make at a time."""
 
+_LOOK_SECONDS = 5.0
+"""How often a thread without tasks looks whether anybody needs it."""
+
 _Tasks = queue.SimpleQueue["Task[Any] | None"]
 
 
@@ -86,10 +89,11 @@ class Pool:
         self._tasks: _Tasks = queue.SimpleQueue()
         self._finished = Bell()
         self._threads: list[threading.Thread] = []
-        self._stop = weakref.finalize(self, _stop, self._tasks, count)
+        self._count = count
+        weakref.finalize(self, _stop, self._tasks, count)
         for i in range(count):
             thread = threading.Thread(
-                target=_work, args=(self._tasks,), name=f"{name}-{i}", daemon=True
+                target=_work, args=(self._tasks, weakref.ref(self)), name=f"{name}-{i}", daemon=True
             )
             with uninterrupted():
                 thread.start()
@@ -112,18 +116,26 @@ class Pool:
 
     def stop(self) -> None:
         """Drop tasks that have not begun, and tell the threads to end. Any thread may call this."""
-        self._stop()
+        _stop(self._tasks, self._count)
 
     def close(self) -> None:
         """Stop, and wait for the threads to end."""
-        self._stop()
+        self.stop()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(PATIENCE)
 
 
-def _work(tasks: _Tasks) -> None:
-    while (task := tasks.get()) is not None:
+def _work(tasks: _Tasks, pool: weakref.ref[Pool]) -> None:
+    while True:
+        try:
+            task = tasks.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            if pool() is None:
+                return  # an interrupt may have kept it from telling
+            continue
+        if task is None:
+            return
         task.run()
         del task
 

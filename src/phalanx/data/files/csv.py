@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import DataLossError, InvalidArgumentError, InvalidValueError
+from phalanx.core.errors import InvalidArgumentError, InvalidValueError, OpError
 from phalanx.core.showing import shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk
@@ -244,7 +244,7 @@ class CsvBlocks:
         self._begun: list[bytes] = []  # lines of a quoted field that has not ended yet
         self._length = 0  # of these lines
         self._number = self._offset = 0  # of the next row, the header not counted
-        self._error: InvalidArgumentError | DataLossError | None = None
+        self._error: OpError | None = None
 
     def next(self) -> Chunk | None:
         """The next rows; those before a bad one come first."""
@@ -291,7 +291,8 @@ class CsvBlocks:
             self._length += len(line) + 1
             if self._format.most is not None and self._length > self._format.most:
                 number = self._number + len(rows)
-                raise too_large(self._path, "row", number, self._length, self._format.most)
+                self._error = too_large(self._path, "row", number, self._length, self._format.most)
+                break
             if odd and len(self._begun) > 1:
                 rows.append(b"\n".join(self._begun))
                 self._begun, self._length = [], 0
