@@ -504,6 +504,7 @@ GARBAGE = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(FIELDS), GARBAGE)), max_size=5
