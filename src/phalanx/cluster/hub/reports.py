@@ -16,6 +16,7 @@ LONGEST_SITE = 2000
 """How many characters of a place in a program are told."""
 
 _SIGN_OF_LIFE = 1.0  # seconds after which the status is sent although nothing has changed
+_SAME = 0.5  # seconds after which a worker that does the same says more of it
 _READERS = ("phalanx-input", "px-")  # how the names of threads begin that read input
 
 
@@ -28,6 +29,7 @@ class Reporter:
         self._told_programs = 0
         self._last: Any = ()
         self._last_change = self._last_sent = 0.0
+        self._told_details = False
 
     def remember(self, details: Any, digest: str) -> None:
         """A program has a code from now on; `details` is the object given to `Status.begin`."""
@@ -39,7 +41,8 @@ class Reporter:
         current = (*status.snapshot(), [(id(w), w.ranks()) for w in waits])
         if current != self._last:
             self._last, self._last_change = current, now
-        elif now - self._last_sent < _SIGN_OF_LIFE:
+            self._told_details = False
+        elif now - self._last_sent < _SIGN_OF_LIFE and not self._has_details(now):
             return None
         self._last_sent = now
         phase, step, sequence, site, _ = current
@@ -53,9 +56,13 @@ class Reporter:
             **self._new_codes(),
             **self._waits(waits, now),
         }
-        if now - self._last_change >= _SIGN_OF_LIFE / 2:
+        if now - self._last_change >= _SAME:
             message |= self._details()
+            self._told_details = True
         return message
+
+    def _has_details(self, now: float) -> bool:
+        return not self._told_details and now - self._last_change >= _SAME
 
     def _waits(self, waits: list[PeerWait], now: float) -> dict[str, Any]:
         if not waits:
