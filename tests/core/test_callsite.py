@@ -52,7 +52,6 @@ WAYS: dict[str, Callable[[], Any]] = {
     "directly": lambda: entry(),  # noqa: PLW0108 - it must be a line of this file
     "contextlib": in_a_context,
     "functools": lambda: functools.reduce(lambda x, y: entry(), [1, 2]),
-    "partial": functools.partial(entry, 1),
     "a package": lambda: through(entry),
     "jax": lambda: jax.tree.map(entry, [1])[0],
     "sorted": lambda: (sites := [], sorted([1, 2], key=lambda x: sites.append(entry()) or x))[0][0],

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from phalanx.cluster.data_plane import Gate, tries_to_connect
+from phalanx.cluster.data_plane import Gate, cut, tries_to_connect
 from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.facts import Failure
 from phalanx.cluster.hub.table import Table
@@ -185,6 +185,10 @@ class Watchdog:
 
     def _look_at_gates(self) -> None:
         if self._gate is None:
+            return
+        if self._member.failure is not None:
+            # Again and again: gloo may have been about to connect when all its connections were cut.
+            cut(self._gates)
             return
         self._gate.close()
         if tries_to_connect(self._gates):

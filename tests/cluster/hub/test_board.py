@@ -504,6 +504,7 @@ GARBAGE = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(FIELDS), GARBAGE)), max_size=5
@@ -718,3 +719,69 @@ def test_a_failure_survives_the_journey():
     failure = Failure("raised", "boom", "worker 1")
     assert Failure.from_dict(failure.as_dict()) == failure
     assert isinstance(Failure("strange", "text").error(), errors.UnknownError)
+
+
+# -- who waits for whom -----------------------------------------------------------------------------
+
+
+def report(job, peer, phase="step", sequence=0, seconds=0.0, waits=(), **more):
+    status = {"type": "status", "phase": phase, "sequence": sequence, "seconds": seconds, **more}
+    return job.say(peer, {**status, "waits": list(waits)} if waits else status)
+
+
+def wait_for(*ranks, seconds, blocks=True, channel="0,1,2", number=5):
+    about = {"what": "all_reduce", "site": "c.py:7", "channel": channel, "number": number}
+    return {"ranks": list(ranks), "seconds": seconds, "blocks": blocks, **about}
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_workers_that_wait_for_each_other_in_different_calls(first, blocks):
+    """In either order of their reports; only if nothing else can go on in the meantime."""
+    job = Job(3)
+    job.now = 10.0
+    reports = [
+        lambda: report(job, 0, seconds=3.0, waits=[wait_for(1, seconds=3.0, blocks=blocks)]),
+        lambda: report(job, 1, "wait", 4, 3.0, doing="step of float32[2]", site="t.py:1"),
+    ]
+    reports[first]()
+    assert job.board.failure is None
+    reports[1 - first]()
+    if not blocks:
+        assert job.board.failure is None
+        return
+    assert isinstance(job.board.failure.error(), errors.CollectiveMismatchError)
+    assert "worker 0 waits for worker 1 in all_reduce at c.py:7" in job.board.failure.text
+    assert "worker 1 waits for worker 0, worker 2 in step of float32[2] at t.py:1" in (
+        job.board.failure.text
+    )
+
+
+def test_a_wait_that_has_only_begun_proves_nothing():
+    job = Job(2)
+    job.now = 10.0
+    report(job, 0, seconds=1.0, waits=[wait_for(1, seconds=1.0)])
+    report(job, 1, "wait", 4, 1.0)
+    assert job.board.failure is None
+
+
+@pytest.mark.parametrize(("made", "fails"), [({"0,1,2": 4}, True), ({"0,1,2": 5}, False), ({}, True)])
+def test_one_that_ends_before_an_operation_that_others_wait_for(made, fails):
+    job = Job(3)
+    job.say(1, {"type": "post", "name": "goodbye", "value": None, "last": 0, "operations": made})
+    report(job, 0, waits=[wait_for(1, seconds=0.3, number=5)])
+    if not fails:
+        assert job.board.failure is None, "what it sent is still on its way"
+        return
+    assert isinstance(job.board.failure.error(), errors.WorkerLostError)
+    assert "finished while worker 0 still communicates, at c.py:7" in job.board.failure.text
+
+
+def test_all_wait_for_their_input():
+    job = Job(2)
+    job.now = 10.0
+    for peer in (0, 1):
+        report(job, peer, "input", 3, 8.0, place=f"data.py:{peer}")
+    assert [row["behind"] for row in job.board.rows(10.0)] == [8.0, 8.0]
+    job.say(0, {"type": "post", "name": "input#4", "value": None})
+    assert [row["behind"] for row in job.board.rows(11.0)] == [0.0, 9.0], "who waits for the other"

@@ -25,6 +25,7 @@ from phalanx.core.errors import InvalidValueError
 
 __all__ = ["STACK_PATIENCE", "Board", "Out"]
 
+_LONG_INPUT = 1.0  # seconds after which a wait for input is worth a word
 _MOST_LATER = 64  # failures after the first that are written down
 
 
@@ -133,7 +134,8 @@ class Board:
         since = [e.since for e in self._exchanges.values() if seat.rank not in e.posts]
         since += [w.since for s in self._joined() for w in s.waits if seat.rank in w.ranks]
         if self._all_read_input() and all(seat.rank not in e.posts for e in self._exchanges.values()):
-            since.append(seat.reported - seat.status.get("seconds", 0.0))
+            begun = seat.reported - seat.status.get("seconds", 0.0)
+            since += [begun] if now - begun >= _LONG_INPUT else []
         return since
 
     def _all_read_input(self) -> bool:

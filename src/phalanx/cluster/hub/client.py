@@ -21,12 +21,11 @@ from typing import Any
 
 import phalanx
 from phalanx.cluster.hub import dialling
-from phalanx.cluster.hub.agreement import CODE, UNKNOWN
-from phalanx.cluster.hub.facts import Failure, describe_program, shorten
+from phalanx.cluster.hub.facts import Failure, shorten
 from phalanx.cluster.hub.frames import ProtocolError
+from phalanx.cluster.hub.reports import LONGEST_SITE, Reporter
 from phalanx.cluster.hub.status import Status, Waiting, all_stacks
 from phalanx.cluster.hub.table import Table
-from phalanx.core.callsite import lines_of, where_is
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import DeadlineExceededError, PhalanxError, UnauthenticatedError
 
@@ -35,11 +34,8 @@ __all__ = ["Member", "Roster", "versions"]
 _log = logging.getLogger(__name__)
 
 _INTERVAL = 0.25  # seconds between looks at the status
-_SIGN_OF_LIFE = 1.0  # seconds after which the status is sent although nothing has changed
 _ANSWER = 10.0  # seconds within which the hub itself answers
 _CHUNK = 256 * 1024
-_LONGEST_SITE = 2000  # characters
-_READERS = ("phalanx-input", "px-")  # how the names of threads begin that read input
 
 Roster = dict[str, Any]
 """Who is in the job, once all have joined: "members", a list of dicts by rank, and whether there is a
@@ -105,12 +101,10 @@ class Member:
         self._exchanged: dict[str, list[Any]] = {}
         self._exchange_counts: dict[str, int] = {}
         self._agreed: set[int] = set()
-        self._codes: dict[int, tuple[Any, str]] = {}  # by the identity of a program's details
-        self._told_programs = 0
+        self._reporter = Reporter(self.status)
         self._requests = itertools.count(1)
         self._futures: dict[int, Future[dict[str, Any]]] = {}
         self._closing = False
-        self._last, self._last_change, self._last_sent = ((), 0.0, 0.0)  # type: tuple[Any, float, float]
         self._lock = threading.Lock()  # guards the stream's outgoing bytes
         self._socket, self._stream = dialling.dial(address, token, timeout)
         self._socket.setblocking(False)
@@ -253,7 +247,7 @@ class Member:
         """
         self.check()
         site = str(details.get("site", "")) if isinstance(details, Mapping) else ""
-        self._codes[id(details)] = (details, digest[:CODE].ljust(CODE, "0"))
+        self._reporter.remember(details, digest)
         self._send({"type": "sign", "sequence": sequence, "digest": digest, "details": details})
         with self.waiting(site):
             self._wait_for(lambda: sequence in self._agreed, site, timeout)
@@ -303,7 +297,7 @@ class Member:
             what: in which operation, in words.
             ranks: those that it has waited for, if it knows.
         """
-        site, what = site[:_LONGEST_SITE], what[:_LONGEST_SITE]
+        site, what = site[:LONGEST_SITE], what[:LONGEST_SITE]
         about = {"site": site, "seconds": seconds, "what": what, "ranks": list(ranks)}
         self._send({"type": "deadline", **about})
 
@@ -397,51 +391,10 @@ class Member:
             self._end()
 
     def _report_status(self) -> None:
-        now = time.monotonic()
-        waits = self.status.long_peer_waits(now)
-        current = (*self.status.snapshot(), [(id(w), w.ranks()) for w in waits])
-        if current != self._last:
-            self._last, self._last_change = current, now
-        elif now - self._last_sent < _SIGN_OF_LIFE:
-            return
-        self._last_sent = now
-        phase, step, sequence, site, _ = current
-        message = {
-            "type": "status",
-            "phase": phase,
-            "step": None if step is None else int(step),
-            "sequence": int(sequence),
-            "site": site[:_LONGEST_SITE],
-            "seconds": now - self._last_change,
-            **self._new_codes(),
-        }
-        if waits:
-            is_single = self.status.is_single
-            message["waits"] = [wait.report(now, is_single) for wait in waits]
-        if now - self._last_change >= _SIGN_OF_LIFE / 2:
-            message |= self._details()
-        with self._lock:
-            self._stream.send(message)
-
-    def _details(self) -> dict[str, str]:
-        """What is told of a worker that does the same for a while: where it is, and in what program."""
-        status = self.status
-        place = where_is(status.thread)
-        reading = [line for line in lines_of(_READERS) if line != place]
-        if status.phase == "input" and reading:
-            place += f", which reads its input at {' and '.join(reading[:2])}"
-        ran = status.ran(status.sequence) if status.phase == "wait" else None
-        doing = describe_program({**ran, "site": ""}) if isinstance(ran, Mapping) else ""
-        return {"place": place[:_LONGEST_SITE], "doing": doing[:_LONGEST_SITE]}
-
-    def _new_codes(self) -> dict[str, Any]:
-        """Which programs were begun since the last report."""
-        numbers = self.status.begun_after(self._told_programs)
-        if not numbers:
-            return {}
-        self._told_programs = numbers[-1]
-        known = (self._codes.get(id(self.status.ran(n)), (None, UNKNOWN))[1] for n in numbers)
-        return {"first": numbers[0], "codes": "".join(known)}
+        message = self._reporter.message(time.monotonic())
+        if message is not None:
+            with self._lock:
+                self._stream.send(message)
 
     def _flush(self) -> None:
         with self._lock:
