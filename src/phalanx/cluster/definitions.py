@@ -13,6 +13,7 @@ from phalanx.cluster import wire
 from phalanx.cluster.message import Int, Kind, Message, Opaque, Text, block, quoted
 from phalanx.cluster.tasks import normal_tasks, task_index, text
 from phalanx.core.errors import InvalidTypeError
+from phalanx.core.showing import shown
 
 __all__ = ["ClusterDef", "JobDef", "JobList", "ServerDef", "TaskMap"]
 
@@ -102,7 +103,7 @@ class JobList(MutableSequence[JobDef]):
         if not isinstance(jobs, list | tuple | JobList):
             raise InvalidTypeError(
                 f"{what} must be a list of JobDef objects, for example "
-                f"[JobDef(name='worker', tasks={{0: 'host0:2222'}})]. Received: {jobs!r}"
+                f"[JobDef(name='worker', tasks={{0: 'host0:2222'}})]. Received: {shown(jobs)}"
             )
         self._jobs = [_own(JobDef, job, f"A job in {what}") for job in jobs]
 
@@ -282,5 +283,5 @@ def _own(kind: type[M], value: object, what: str) -> M:
             setattr(own, name, field)
     else:
         hint = "; a ClusterSpec gives one with `as_cluster_def()`" if kind is ClusterDef else ""
-        raise InvalidTypeError(f"{what} must be a {kind.__name__}{hint}. Received: {value!r}")
+        raise InvalidTypeError(f"{what} must be a {kind.__name__}{hint}. Received: {shown(value)}")
     return own

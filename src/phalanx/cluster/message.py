@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 from phalanx.cluster import wire
 from phalanx.cluster.tasks import text
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["Int", "Kind", "Message", "Opaque", "Text", "block", "quoted"]
 
@@ -84,7 +85,7 @@ class Int(Kind):
 
     def check(self, value: Any, what: str) -> int:
         """Takes whole numbers."""
-        problem = f"{what} must be a whole number of 32 bits. Received: {value!r}"
+        problem = f"{what} must be a whole number of 32 bits. Received: {shown(value)}"
         try:
             number = operator.index(value)
         except TypeError as error:
@@ -117,7 +118,7 @@ class Opaque(Kind):
         if value is None or isinstance(value, bytes) or hasattr(value, "SerializeToString"):
             return value
         raise InvalidTypeError(
-            f"{what} must be None, a message or a serialized message. Received: {value!r}"
+            f"{what} must be None, a message or a serialized message. Received: {shown(value)}"
         )
 
     def encoded(self, value: Any) -> bytes:
@@ -158,12 +159,12 @@ class Message:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        shown = (
+        fields = (
             f"{name}={getattr(self, name)!r}"
             for name, kind in self._FIELDS.items()
             if getattr(self, name) != kind.default()
         )
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(fields)})"
 
     def __str__(self) -> str:
         return "".join(f"{line}\n" for line in self._lines())
@@ -187,7 +188,7 @@ class Message:
     def MergeFromString(self, serialized: bytes) -> int:
         """Merges a serialized message into this one, and returns the number of bytes."""
         if not isinstance(serialized, bytes | bytearray | memoryview):
-            raise InvalidTypeError(f"A serialized message must be bytes. Received: {serialized!r}")
+            raise InvalidTypeError(f"A serialized message must be bytes. Received: {shown(serialized)}")
         names = {kind.number: (name, kind) for name, kind in self._FIELDS.items()}
         changed = {name: getattr(self, name) for name in self._FIELDS}
         for number, raw in wire.fields(bytes(serialized)):
@@ -225,7 +226,8 @@ class Message:
 
     def HasField(self, field_name: str) -> bool:
         """Whether a field has a value other than its default."""
-        return bool(getattr(self, field_name) != self._kind(field_name).default())
+        kind = self._kind(field_name)
+        return bool(getattr(self, field_name) != kind.default())
 
     def _lines(self) -> list[str]:
         return [
@@ -235,15 +237,15 @@ class Message:
         ]
 
     def _kind(self, name: str) -> Kind:
-        if name not in self._FIELDS:
+        if not isinstance(name, str) or name not in self._FIELDS:
             raise _UnknownFieldError(
-                f"A {type(self).__name__} has the fields {list(self._FIELDS)}. Received: {name!r}"
+                f"A {type(self).__name__} has the fields {list(self._FIELDS)}. Received: {shown(name)}"
             )
         return self._FIELDS[name]
 
     def _check_class(self, other: object) -> None:
         if type(other) is not type(self):
-            raise InvalidTypeError(f"A {type(self).__name__} is needed. Received: {other!r}")
+            raise InvalidTypeError(f"A {type(self).__name__} is needed. Received: {shown(other)}")
 
 
 def block(name: str, lines: list[str]) -> list[str]:
@@ -258,8 +260,8 @@ def quoted(value: str) -> str:
     "a \"b\""
     """
     named = {'"': '\\"', "'": "\\'", "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    shown = (
+    written = (
         named.get(char) or (char if char >= " " and char != "\x7f" else f"\\{ord(char):03o}")
         for char in value
     )
-    return '"' + "".join(shown) + '"'
+    return '"' + "".join(written) + '"'

@@ -12,8 +12,11 @@ from typing import Any
 from phalanx.cluster.definitions import ClusterDef, JobDef
 from phalanx.cluster.tasks import normal_tasks, text
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["ClusterSpec"]
+
+_LONGEST_LIST = 1_000_000
 
 
 class ClusterSpec:
@@ -44,10 +47,10 @@ class ClusterSpec:
             raise InvalidTypeError(
                 "`cluster` must be a dict from job names to addresses, for example "
                 "{'worker': ['host0:2222', 'host1:2222']}, or a ClusterDef or ClusterSpec. "
-                f"Received: {cluster!r}"
+                f"Received: {shown(cluster)}"
             )
         self._tasks: dict[str, dict[int, str]] = {
-            text(name, "The name of a job"): normal_tasks(f"job {name!r}", tasks)
+            text(name, "The name of a job"): normal_tasks(f"job {shown(name)}", tasks)
             for name, tasks in cluster.items()
         }
 
@@ -118,8 +121,8 @@ class ClusterSpec:
         tasks = self._job(job_name)
         if not _has(tasks, task_index):
             raise InvalidValueError(
-                f"Job {job_name!r} has no such task. Use an index of {list(tasks)}. "
-                f"Received: task_index={task_index!r}"
+                f"Job {shown(job_name)} has no such task. Use an index of {list(tasks)}. "
+                f"Received: task_index={shown(task_index)}"
             )
         return tasks[task_index]
 
@@ -130,12 +133,20 @@ class ClusterSpec:
         [None, 'host1:2222', None, 'host3:2222']
         """
         tasks = self._job(job_name)
-        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
+        last = max(tasks, default=-1)
+        if last >= _LONGEST_LIST:
+            raise InvalidValueError(
+                f"A list with a place for each index would have more than {_LONGEST_LIST:,} places. "
+                f"Use `task_indices` and `task_address`. "
+                f"Received: job {shown(job_name)} with task {last}"
+            )
+        return [tasks.get(index) for index in range(last + 1)]
 
     def _job(self, job_name: str) -> dict[int, str]:
         if not _has(self._tasks, job_name):
             raise InvalidValueError(
-                f"The cluster has no such job. Use one of {self.jobs}. Received: job_name={job_name!r}"
+                f"The cluster has no such job. Use one of {self.jobs}. "
+                f"Received: job_name={shown(job_name)}"
             )
         return self._tasks[job_name]
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 from phalanx.core.showing import shown
 
-__all__ = ["normal_tasks", "task_index", "text"]
+__all__ = ["normal_tasks", "port", "task_index", "text"]
 
+_LAST_PORT = 65535
 _INDEX_LIMIT = 2**31  # task indices travel as 32-bit integers
 
 
@@ -24,13 +25,27 @@ def task_index(value: object, what: str = "A task index") -> int:
     problem = f"{what} must be a whole number from 0, such as 0 or '0'. Received: {shown(value)}"
     try:
         index = int(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise InvalidTypeError(problem) from error
-    except ValueError as error:
+    except ValueError as error:  # also for thousands of digits
         raise InvalidValueError(problem) from error
+    except Exception as error:  # whatever the class of the value raises
+        raise InvalidTypeError(problem) from error
     if not 0 <= index < _INDEX_LIMIT:
         raise InvalidValueError(problem)
     return index
+
+
+def port(value: object, what: str = "`port`") -> int:
+    """Returns a port as an int. `what` begins the message of the error.
+
+    >>> port("8470")
+    8470
+    """
+    number = task_index(value, what)
+    if number > _LAST_PORT:
+        raise InvalidValueError(
+            f"{what} must be a port, at most {_LAST_PORT}. Received: {shown(value)}"
+        )
+    return number
 
 
 def text(value: object, what: str) -> str:
@@ -40,12 +55,12 @@ def text(value: object, what: str) -> str:
     'host0:2222'
     """
     if not isinstance(value, str | bytes):
-        raise InvalidTypeError(f"{what} must be a string. Received: {value!r}")
+        raise InvalidTypeError(f"{what} must be a string. Received: {shown(value)}")
     try:
         data = value.encode() if isinstance(value, str) else value
         return data.decode()
     except UnicodeError as error:
-        raise InvalidValueError(f"{what} must be text in UTF-8. Received: {value!r}") from error
+        raise InvalidValueError(f"{what} must be text in UTF-8. Received: {shown(value)}") from error
 
 
 def normal_tasks(owner: str, tasks: object) -> dict[int, str]:
@@ -62,12 +77,12 @@ def normal_tasks(owner: str, tasks: object) -> dict[int, str]:
         raise InvalidTypeError(
             f"The tasks of {owner} must be a list of addresses, for example "
             "['host0:2222'], or a dict from index to address, for example {0: 'host0:2222'}. "
-            f"Received: {tasks!r}"
+            f"Received: {shown(tasks)}"
         )
     indices = [task_index(key, f"A task index of {owner}") for key in tasks]
     if len(set(indices)) < len(indices):
         raise InvalidValueError(
-            f"A task of {owner} is given twice. Write each index once. Received: {tasks!r}"
+            f"A task of {owner} is given twice. Write each index once. Received: {shown(tasks)}"
         )
     addresses = [text(address, f"A task address of {owner}") for address in tasks.values()]
     return dict(sorted(zip(indices, addresses, strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import reprlib
 from typing import Any
 
@@ -11,12 +12,23 @@ _LONGEST = 500
 class _Showing(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
+        self.fillvalue = "…"
         self.maxstring = self.maxother = self.maxlong = _LONGEST
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 20
 
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to print integers of thousands of digits.
         return super().repr_int(x, level) if x.bit_length() < 4 * _LONGEST else _huge(x)
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        # In their own order, where reprlib would sort.
+        if level <= 0:
+            return "{…}" if x else "{}"
+        items = [
+            f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}"
+            for k, v in itertools.islice(x.items(), self.maxdict)
+        ]
+        return f"{{{', '.join([*items, '…'] if len(x) > self.maxdict else items)}}}"
 
     def repr_instance(self, x: Any, level: int) -> str:
         try:

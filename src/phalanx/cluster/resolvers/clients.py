@@ -8,6 +8,7 @@ import urllib.request
 from typing import Any
 
 from phalanx.core.errors import ClusterEnvironmentError, MissingPackageError
+from phalanx.core.showing import shown
 
 __all__ = ["google_metadata", "google_service", "optional_module"]
 
@@ -60,6 +61,6 @@ def google_metadata(path: str) -> str:
             return str(response.read().decode())
     except OSError as error:  # no such server, no answer in time, no such entry
         raise ClusterEnvironmentError(
-            f"The metadata server {server} does not answer for {path!r}. It exists on machines of "
+            f"The metadata server {server} does not answer for {shown(path)}. It exists on machines of "
             f"Google Cloud only; elsewhere, name the project, the zone and the TPU. Received: {error}"
         ) from error

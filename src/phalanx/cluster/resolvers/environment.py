@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.cluster.tasks import task_index
 from phalanx.core.errors import ClusterEnvironmentError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["InvalidJsonError", "json_variable", "number_variable", "variable"]
 
@@ -36,11 +37,13 @@ def json_variable(name: str, default: Any, example: str) -> Any:
     except json.JSONDecodeError as error:
         problem = f"{error.msg} at line {error.lineno}, column {error.colno}"
         position = error.pos
-    except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
-        problem, position = str(error), 0
+    except ValueError:
+        problem, position = "a number has thousands of digits", 0
+    except RecursionError:
+        problem, position = "lists are in lists too deeply", 0
     raise InvalidJsonError(
         f"{name} is not valid JSON: {problem}. Write for example {example}, or unset the variable. "
-        f"Received: {text!r}",
+        f"Received: {shown(text)}",
         text,
         position,
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.cluster import tasks
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.clients import google_service
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.core.errors import UnsupportedError
+from phalanx.core.errors import ClusterEnvironmentError, UnsupportedError
+from phalanx.core.showing import shown
 
 __all__ = ["GCEClusterResolver"]
 
@@ -47,7 +49,7 @@ class GCEClusterResolver(ClusterResolver):
         self._project = project
         self._zone = zone
         self._instance_group = instance_group
-        self._port = port
+        self._port = tasks.port(port)
         self._task_type: str = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
@@ -78,7 +80,8 @@ class GCEClusterResolver(ClusterResolver):
     def task_type(self, task_type: str | None) -> None:
         raise UnsupportedError(
             "The task type of a GCEClusterResolver is that of its instance group. Give it to the "
-            f"constructor: GCEClusterResolver(..., task_type={task_type!r}). Received: {task_type!r}"
+            f"constructor: GCEClusterResolver(..., task_type={shown(task_type)}). "
+            f"Received: {shown(task_type)}"
         )
 
     def _running(self) -> Iterator[str]:
@@ -92,8 +95,8 @@ class GCEClusterResolver(ClusterResolver):
         )
         while request is not None:
             response = request.execute()
-            for item in response.get("items", []):
-                yield item["instance"].rpartition("/")[2]
+            for item in response.get("items") or []:
+                yield str(_entry(item, "instance")).rpartition("/")[2]
             request = groups.listInstances_next(previous_request=request, previous_response=response)
 
     def _address(self, instance: str) -> str:
@@ -102,4 +105,21 @@ class GCEClusterResolver(ClusterResolver):
             .get(project=self._project, zone=self._zone, instance=instance)
             .execute()
         )
-        return str(details["networkInterfaces"][0]["networkIP"])
+        return str(_entry(details, "networkInterfaces", 0, "networkIP"))
+
+
+def _entry(answer: Any, *path: str | int) -> Any:
+    """What an answer of the service has at the end of a path, which a new instance may lack."""
+    found = answer
+    for key in path:
+        try:
+            found = found[key]
+        except (KeyError, IndexError, TypeError):
+            found = None
+    if found is None:
+        where = ".".join(map(str, path))
+        raise ClusterEnvironmentError(
+            f"Compute Engine gives no {where} for an instance. Wait until all instances of the group "
+            f"are up. Received: {shown(answer)}"
+        )
+    return found

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from phalanx.core.errors import InvalidValueError
+from phalanx.core.numbers import parse_digits
+from phalanx.core.showing import shown
 
-__all__ = ["deal_tasks", "expand_hostlist", "expand_tasks_per_node"]
+__all__ = ["MOST_TASKS", "deal_tasks", "expand_hostlist", "expand_tasks_per_node"]
 
-# A comma outside of brackets.
-_SEPARATOR = re.compile(r",(?![^\[]*\])")
+MOST_HOSTS = 100_000
+"""More than Slurm can manage; a list of more is a mistake, and might be too large for the memory."""
+
+MOST_TASKS = 1_000_000
+
 # Names without and with ranges of numbers, such as n[1-6,8]-ib or rack[0-1]n[01-16].
-_HOSTS = re.compile(r"[^\[\],\s]+|(?:[^\[\],\s]*\[[0-9,-]+\][^\[\],\s]*)+")
+_HOSTS = re.compile(r"[^\[\],\s]*(?:\[[0-9,-]+\][^\[\],\s]*)*")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _REPEATED = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
@@ -21,15 +28,18 @@ _REPEATED = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 def expand_hostlist(hostlist: str) -> list[str]:
     """Returns the names that a node list of Slurm stands for, in its order.
 
-    Numbers keep their leading zeros. Several brackets in a name are combined, the last one fastest.
+    Numbers keep their leading zeros. Several brackets in a name are combined, the last one fastest. A
+    list of more than 100,000 names is refused before it is written out.
 
     >>> expand_hostlist("n[1-3,8],m[09-10]-ib")
     ['n1', 'n2', 'n3', 'n8', 'm09-ib', 'm10-ib']
     """
-    parts = _SEPARATOR.split(hostlist)
-    if not all(_HOSTS.fullmatch(part) for part in parts):
+    parts = _split(hostlist)
+    if not all(part and _HOSTS.fullmatch(part) for part in parts):
         raise _wrong_hostlist(hostlist)
-    return [host for part in parts for host in _expand_brackets(part, hostlist)]
+    choices = [_choices(part, hostlist) for part in parts]
+    _check_total(sum(math.prod(map(len, part)) for part in choices), MOST_HOSTS, "hosts", hostlist)
+    return ["".join(choice) for part in choices for choice in itertools.product(*part)]
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
@@ -41,12 +51,17 @@ def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = _REPEATED.fullmatch(part)
-        if match is None:
+        number, times = (
+            (parse_digits(match[1]), parse_digits(match[2] or "1")) if match else (None, None)
+        )
+        if number is None or times is None:
             raise InvalidValueError(
                 "The number of tasks per node must be a list of numbers in which `(x3)` repeats a "
-                f"number, such as '2(x3),1'. Received: {tasks_per_node!r}"
+                f"number, such as '2(x3),1'. Received: {shown(tasks_per_node)}"
             )
-        counts += [int(match[1])] * int(match[2] or 1)
+        _check_total(len(counts) + times, MOST_HOSTS, "hosts", tasks_per_node)
+        _check_total(sum(counts) + number * times, MOST_TASKS, "tasks", tasks_per_node)
+        counts += [number] * times
     return counts
 
 
@@ -69,28 +84,57 @@ def deal_tasks(counts: Sequence[int], at_once: int) -> list[int]:
     ]
 
 
-def _expand_brackets(part: str, hostlist: str) -> Iterator[str]:
+def _split(hostlist: str) -> list[str]:
+    """The parts between the commas that are outside of brackets."""
+    parts, start, inside = [], 0, False
+    for at, char in enumerate(hostlist):
+        inside = char == "[" or (inside and char != "]")
+        if char == "," and not inside:
+            parts.append(hostlist[start:at])
+            start = at + 1
+    return [*parts, hostlist[start:]]
+
+
+def _choices(part: str, hostlist: str) -> list[Sequence[str]]:
     pieces = re.split(r"\[([^\]]*)\]", part)  # texts and what is in the brackets between them
-    choices = [
-        _expand_ranges(piece, hostlist) if position % 2 else [piece]
-        for position, piece in enumerate(pieces)
+    return [
+        _Numbers(piece, hostlist) if position % 2 else (piece,) for position, piece in enumerate(pieces)
     ]
-    return ("".join(choice) for choice in itertools.product(*choices))
 
 
-def _expand_ranges(ranges: str, hostlist: str) -> list[str]:
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        match = _RANGE.fullmatch(part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise _wrong_hostlist(hostlist)
-        first, last = match[1], match[2] or match[1]
-        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return numbers
+class _Numbers(Sequence[str]):
+    """The numbers in brackets, as they are written, without writing them all out."""
+
+    def __init__(self, text: str, hostlist: str) -> None:
+        self._ranges: list[tuple[range, int]] = []
+        for part in text.split(","):
+            match = _RANGE.fullmatch(part)
+            first = parse_digits(match[1]) if match else None
+            last = parse_digits(match[2] or match[1]) if match else None
+            if match is None or first is None or last is None or last < first:
+                raise _wrong_hostlist(hostlist)
+            self._ranges.append((range(first, last + 1), len(match[1])))
+
+    def __len__(self) -> int:
+        return min(sum(len(numbers) for numbers, _ in self._ranges), 2**62)
+
+    def __iter__(self) -> Iterator[str]:
+        return (str(n).zfill(width) for numbers, width in self._ranges for n in numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+
+def _check_total(total: int, most: int, what: str, given: str) -> None:
+    if total > most:
+        raise InvalidValueError(
+            f"This stands for more than {most:,} {what}, which no job has. Check the numbers in it. "
+            f"Received: {shown(given)}"
+        )
 
 
 def _wrong_hostlist(hostlist: str) -> InvalidValueError:
     return InvalidValueError(
         "A node list must be names with ranges of numbers in brackets, such as 'n[1-6,8],m[07-12]-ib'. "
-        f"Received: {hostlist!r}"
+        f"Received: {shown(hostlist)}"
     )

@@ -10,7 +10,9 @@ from typing import Any
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.clients import optional_module
 from phalanx.cluster.spec import ClusterSpec
+from phalanx.cluster.tasks import port, text
 from phalanx.core.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
 
@@ -72,9 +74,9 @@ class KubernetesClusterResolver(ClusterResolver):
         use_pod_ip: bool = False,
     ) -> None:
         self._selectors = _checked_selectors(
-            job_to_label_mapping or {"worker": ["job-name=tensorflow"]}
+            {} if job_to_label_mapping is None else job_to_label_mapping
         )
-        self._port = tf_server_port
+        self._port = port(tf_server_port, "`tf_server_port`")
         self._rpc_layer = rpc_layer
         self._namespace = namespace
         self._use_pod_ip = use_pod_ip
@@ -103,27 +105,36 @@ class KubernetesClusterResolver(ClusterResolver):
             answer = self._client.list_pod_for_all_namespaces(label_selector=selector)
         else:
             answer = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
-        return sorted(answer.items, key=lambda pod: _natural_order(pod.metadata.name))
+        return sorted(getattr(answer, "items", None) or [], key=lambda pod: _natural_order(_name(pod)))
 
     def _address(self, pod: Any) -> str:
-        address = pod.status.pod_ip if self._use_pod_ip else pod.status.host_ip
-        if pod.status.phase != "Running" or not address:
+        # A pod that has just been made lacks some of these.
+        status = getattr(pod, "status", None)
+        phase = getattr(status, "phase", None)
+        address = getattr(status, "pod_ip" if self._use_pod_ip else "host_ip", None)
+        if phase != "Running" or not address:
             raise ClusterEnvironmentError(
                 "All pods of the cluster must be running. Wait for this one, or delete it. "
-                f"Received: pod {pod.metadata.name!r}, phase {pod.status.phase!r}, address {address!r}"
+                f"Received: pod {shown(_name(pod))}, phase {shown(phase)}, address {shown(address)}"
             )
-        return f"{address}:{self._port}"
+        return f"{text(address, 'The address of a pod')}:{self._port}"
+
+
+def _name(pod: Any) -> str:
+    return getattr(getattr(pod, "metadata", None), "name", None) or ""
 
 
 def _checked_selectors(mapping: object) -> dict[str, list[str]]:
     if not isinstance(mapping, Mapping) or not all(
-        isinstance(selectors, list | tuple) for selectors in mapping.values()
+        isinstance(job, str) and isinstance(selectors, list | tuple)
+        for job, selectors in mapping.items()
     ):
         raise InvalidTypeError(
             "`job_to_label_mapping` must be a dict from job names to lists of label selectors, for "
-            f"example {{'worker': ['job-name=train']}}. Received: {mapping!r}"
+            f"example {{'worker': ['job-name=train']}}. Received: {shown(mapping)}"
         )
-    return {job: list(selectors) for job, selectors in mapping.items()}
+    selectors = {job: list(selectors) for job, selectors in mapping.items()}
+    return selectors or {"worker": ["job-name=tensorflow"]}
 
 
 def _client(location: object) -> Any:
@@ -136,7 +147,7 @@ def _client(location: object) -> Any:
     }
     if not isinstance(location, KubernetesExecutableLocation):
         raise InvalidValueError(
-            f"`executable_location` must be a KubernetesExecutableLocation. Received: {location!r}"
+            f"`executable_location` must be a KubernetesExecutableLocation. Received: {shown(location)}"
         )
     try:
         load[location]()
@@ -149,7 +160,10 @@ def _client(location: object) -> Any:
     return client.CoreV1Api()
 
 
-def _natural_order(name: str) -> list[tuple[int, str]]:
+def _natural_order(name: str) -> list[tuple[int, str, str]]:
     """A key that sorts numbers in names as numbers, so that train-2 comes before train-10."""
     pieces = re.split(r"([0-9]+)", name)  # texts and the numbers between them
-    return [(int(piece) if i % 2 else -1, piece) for i, piece in enumerate(pieces)]
+    numbers = (piece.lstrip("0") for piece in pieces)  # more digits are larger
+    return [
+        (len(n) if i % 2 else -1, n, p) for i, (n, p) in enumerate(zip(numbers, pieces, strict=True))
+    ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from phalanx.cluster import tasks
 from phalanx.cluster.resolvers.base import ClusterResolver, master_url
 from phalanx.cluster.resolvers.environment import json_variable, number_variable, variable
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tasks import task_index
 from phalanx.core.errors import InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["SageMakerClusterResolver"]
 
@@ -48,7 +50,7 @@ class SageMakerClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environment: str | None = None,
     ) -> None:
-        self._port = port
+        self._port = tasks.port(port)
         self._task_type = task_type
         self.task_id = task_id
         self._rpc_layer = rpc_layer
@@ -119,7 +121,7 @@ def _hosts() -> tuple[list[str], int | None]:
     hosts = json_variable("SM_HOSTS", None, _EXAMPLE) if variable("SM_HOSTS", _HINT) else []
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
         raise InvalidValueError(
-            f"SM_HOSTS must be a JSON list of names, for example {_EXAMPLE}. Received: {hosts!r}"
+            f"SM_HOSTS must be a JSON list of names, for example {_EXAMPLE}. Received: {shown(hosts)}"
         )
     hosts = sorted(hosts)
     return (hosts, hosts.index(current)) if current in hosts else ([], None)

@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.cluster.resolvers.base import ClusterResolver, master_url
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.core.errors import InvalidTypeError
+from phalanx.core.showing import shown
 
 __all__ = ["SimpleClusterResolver"]
 
@@ -42,11 +43,11 @@ class SimpleClusterResolver(ClusterResolver):
         if not isinstance(cluster_spec, ClusterSpec):
             raise InvalidTypeError(
                 "`cluster_spec` must be a ClusterSpec. Wrap a dict: "
-                f"ClusterSpec({{'worker': ['host0:2222']}}). Received: {cluster_spec!r}"
+                f"ClusterSpec({{'worker': ['host0:2222']}}). Received: {shown(cluster_spec)}"
             )
         if not isinstance(master, str):
             raise InvalidTypeError(
-                f"`master` must be a string; leave it out to have none. Received: {master!r}"
+                f"`master` must be a string; leave it out to have none. Received: {shown(master)}"
             )
         self._cluster_spec = cluster_spec
         self._master = master

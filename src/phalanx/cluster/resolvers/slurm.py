@@ -12,15 +12,22 @@ from typing import Any
 
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.environment import number_variable, variable
-from phalanx.cluster.resolvers.hostlist import deal_tasks, expand_hostlist, expand_tasks_per_node
+from phalanx.cluster.resolvers.hostlist import (
+    MOST_TASKS,
+    deal_tasks,
+    expand_hostlist,
+    expand_tasks_per_node,
+)
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.cluster.tasks import task_index
+from phalanx.cluster.tasks import port, task_index
 from phalanx.core.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["SlurmClusterResolver"]
 
 _HINT = "Slurm sets it for the tasks of a job step: start the program with `srun`."
 _NVIDIA_SMI_SECONDS = 30
+_MOST_GPUS = 4096
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -86,7 +93,7 @@ class SlurmClusterResolver(ClusterResolver):
         if sum(jobs.values()) > len(hosts):
             raise ClusterEnvironmentError(
                 f"The jobs need more tasks than Slurm has started: {len(hosts)}. Ask for more with "
-                f"`srun --ntasks`, or make the jobs smaller. Received: jobs={dict(jobs)!r}"
+                f"`srun --ntasks`, or make the jobs smaller. Received: jobs={shown(dict(jobs))}"
             )
         spec, task_type, task_id = _divide_into_jobs(jobs, _addresses(hosts, port_base), rank)
         self._cluster_spec = ClusterSpec(spec)
@@ -141,7 +148,7 @@ def _tasks_by_host(tasks_per_node: object) -> dict[str, int]:
         if len(numbers) != len(hosts) or len(set(hosts)) < len(hosts):
             raise ClusterEnvironmentError(
                 "SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE must give one number for each host, "
-                f"and each host once. Received: hosts {hosts}, tasks {numbers}"
+                f"and each host once. Received: hosts {shown(hosts)}, tasks {shown(numbers)}"
             )
         counts = dict(zip(hosts, numbers, strict=True))
     _check_counts("tasks_per_node", counts, example={"n1": 2, "n2": 1})
@@ -149,13 +156,15 @@ def _tasks_by_host(tasks_per_node: object) -> dict[str, int]:
 
 
 def _check_counts(name: str, counts: object, example: dict[str, int]) -> None:
-    if not (
-        counts
-        and isinstance(counts, Mapping)
-        and all(isinstance(key, str) and isinstance(n, int) and n >= 0 for key, n in counts.items())
+    if (
+        not isinstance(counts, Mapping)
+        or not counts
+        or not all(isinstance(k, str) and isinstance(n, int) and n >= 0 for k, n in counts.items())
+        or sum(counts.values()) > MOST_TASKS
     ):
         raise InvalidValueError(
-            f"`{name}` must be a dict of numbers of tasks, for example {example}. Received: {counts!r}"
+            f"`{name}` must be a dict of numbers of tasks, at most {MOST_TASKS:,} together, for "
+            f"example {example}. Received: {shown(counts)}"
         )
 
 
@@ -181,15 +190,19 @@ def _check_host(rank: int, expected: str | None, hosts: list[str]) -> None:
     here = os.environ.get("SLURMD_NODENAME")
     if expected is not None and here in hosts and here != expected:
         raise ClusterEnvironmentError(
-            f"Rank {rank} should be on host {expected!r}, but runs on {here!r}, so the ranks of the "
-            "other tasks are not known either. Start the program with `srun --distribution=block`. "
-            f"Received: SLURM_DISTRIBUTION={os.environ.get('SLURM_DISTRIBUTION')!r}"
+            f"Rank {rank} should be on host {shown(expected)}, but runs on {shown(here)}, so the "
+            "ranks of the other tasks are not known either. Start the program with "
+            "`srun --distribution=block`. "
+            f"Received: SLURM_DISTRIBUTION={shown(os.environ.get('SLURM_DISTRIBUTION'))}"
         )
 
 
 def _addresses(hosts: list[str], port_base: int) -> list[str]:
     if not isinstance(port_base, int):
-        raise InvalidTypeError(f"`port_base` must be a number, such as 8888. Received: {port_base!r}")
+        raise InvalidTypeError(
+            f"`port_base` must be a number, such as 8888. Received: {shown(port_base)}"
+        )
+    port(port_base, "`port_base`")
     seen: Counter[str] = Counter()
     addresses = []
     for host in hosts:
@@ -239,6 +252,11 @@ class _Gpus:
                 "The tasks of a node need more GPUs than it has. Make `gpus_per_task` smaller or "
                 "`gpus_per_node` larger, or start fewer tasks per node. Received: "
                 f"gpus_per_task={per_task}, gpus_per_node={per_node}, {tasks_on_node} tasks per node"
+            )
+        if per_node > _MOST_GPUS:
+            raise ClusterEnvironmentError(
+                f"No node has more than {_MOST_GPUS} GPUs. Check SLURM_GPUS_ON_NODE, or give "
+                f"`gpus_per_node`. Received: {per_node} GPUs per node"
             )
         self._per_node = per_node
         self.per_task = per_task

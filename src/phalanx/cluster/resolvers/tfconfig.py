@@ -18,6 +18,7 @@ from phalanx.cluster.resolvers.environment import json_variable
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tasks import task_index
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["TFConfigClusterResolver"]
 
@@ -145,7 +146,7 @@ def _read_config() -> dict[str, Any]:
     if not isinstance(config, dict):
         raise _WrongKeyError(
             f"{_VARIABLE} must be a JSON object. Write for example {_FULL_EXAMPLE}. "
-            f"Received: {config!r}"
+            f"Received: {shown(config)}"
         )
     for key in ("cluster", "task"):
         _check_spelling(config, key)
@@ -167,7 +168,7 @@ def _check_spelling(values: dict[str, Any], key: str) -> None:
         return
     wrong = [k for k in values if k.lower() == name or k.lower() in _MEANT[key]]
     if wrong:
-        raise _wrong_key(key, f"is missing, and {wrong[0]!r} is not known", values)
+        raise _wrong_key(key, f"is missing, and {shown(wrong[0])} is not known", values)
 
 
 def _cluster(config: dict[str, Any]) -> ClusterSpec:
@@ -208,7 +209,7 @@ def _listed_id(config: dict[str, Any], task_type: str, among: list[int] | None) 
     task_id = _task_id(config)
     if task_id is None or (among is not None and task_id not in among):
         known = "" if among is None else f": {among}"
-        raise _wrong_key("task.index", f"must be a task of job {task_type!r}{known}", task_id)
+        raise _wrong_key("task.index", f"must be a task of job {shown(task_type)}{known}", task_id)
     return task_id
 
 
@@ -231,11 +232,11 @@ def _optional_text(config: dict[str, Any], key: str) -> str | None:
 def _has_at_most_one_task(cluster: ClusterSpec) -> bool:
     # Gaps count: in {"worker": {"1": "host1:2222"}} there is a worker 0 that is not listed.
     jobs = cluster.jobs
-    return not jobs or (len(jobs) == 1 and len(cluster.job_tasks(jobs[0])) <= 1)
+    return not jobs or (len(jobs) == 1 and max(cluster.task_indices(jobs[0]), default=0) == 0)
 
 
 def _wrong_key(key: str, problem: str, value: object) -> _WrongKeyError:
     return _WrongKeyError(
-        f"The key {key!r} of {_VARIABLE} {problem}. Write for example {_EXAMPLES[key]}. "
-        f"Received: {value!r}"
+        f"The key {shown(key)} of {_VARIABLE} {problem}. Write for example {_EXAMPLES[key]}. "
+        f"Received: {shown(value)}"
     )

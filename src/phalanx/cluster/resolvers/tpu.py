@@ -11,7 +11,9 @@ from phalanx.cluster.resolvers import tpu_endpoints
 from phalanx.cluster.resolvers.base import ClusterResolver, local_accelerators, master_url
 from phalanx.cluster.resolvers.clients import google_metadata, google_service
 from phalanx.cluster.spec import ClusterSpec
+from phalanx.cluster.tasks import text
 from phalanx.core.errors import InvalidValueError, NotFoundError, UnsupportedError
+from phalanx.core.showing import shown
 
 __all__ = ["TPUClusterResolver", "TPUSystemMetadata"]
 
@@ -81,7 +83,7 @@ class TPUClusterResolver(ClusterResolver):
         if not resolver.num_accelerators()["TPU"]:
             raise NotFoundError(
                 "JAX finds no TPU in this process. Run on the machine of the TPU, with `jax[tpu]` "
-                f"installed. Received: tpu={tpu!r}"
+                f"installed. Received: tpu={shown(tpu)}"
             )
         return resolver
 
@@ -102,7 +104,7 @@ class TPUClusterResolver(ClusterResolver):
         if bool(coordinator_name) != bool(coordinator_address):
             raise InvalidValueError(
                 "`coordinator_name` and `coordinator_address` belong together: give both or none. "
-                f"Received: {coordinator_name!r} and {coordinator_address!r}"
+                f"Received: {shown(coordinator_name)} and {shown(coordinator_address)}"
             )
         self._coordinator: dict[str, list[str]] = {}
         if coordinator_name and coordinator_address:
@@ -131,7 +133,7 @@ class TPUClusterResolver(ClusterResolver):
             return
         tpu = tpu or os.environ.get("TPU_NAME")
         if not tpu and (config := tpu_endpoints.tpu_config()):
-            tpu = config.get("tpu_node_name")
+            tpu = _only_one(config.get("tpu_node_name"))
             self._project = self._project or config.get("project")
             self._zone = self._zone or config.get("zone")
         if tpu == _LOCAL:
@@ -144,7 +146,7 @@ class TPUClusterResolver(ClusterResolver):
             self._workers, self._task_id = tpu_endpoints.workers_in_metadata(self._metadata)
         else:
             raise InvalidValueError(
-                f"Nothing says which TPU to use. Write {_EXAMPLE}. Received: tpu={tpu!r}"
+                f"Nothing says which TPU to use. Write {_EXAMPLE}. Received: tpu={shown(tpu)}"
             )
 
     def cluster_spec(self) -> ClusterSpec:
@@ -227,8 +229,8 @@ class TPUClusterResolver(ClusterResolver):
             node = nodes.get(name=full_name).execute()
         except Exception as error:
             raise InvalidValueError(
-                f"The Cloud TPU service does not know {full_name!r}. Check the name, the zone, the "
-                f"project and your rights. Received: {error}"
+                f"The Cloud TPU service does not know {shown(full_name)}. Check the name, the zone, "
+                f"the project and your rights. Received: {error}"
             ) from error
         return tpu_endpoints.endpoints_of_node(self._name, node)
 
@@ -238,13 +240,15 @@ def _only_one(tpu: Any) -> str | None:
         if len(tpu) > 1:
             raise UnsupportedError(
                 "One resolver describes one TPU. Join several with UnionClusterResolver. "
-                f"Received: tpu={tpu!r}"
+                f"Received: tpu={shown(tpu)}"
             )
         if not tpu:
-            raise InvalidValueError(f"The list names no TPU. Write {_EXAMPLE}. Received: tpu={tpu!r}")
+            raise InvalidValueError(
+                f"The list names no TPU. Write {_EXAMPLE}. Received: tpu={shown(tpu)}"
+            )
         (tpu,) = tpu
     if isinstance(tpu, bytes):
-        tpu = tpu.decode()
+        tpu = text(tpu, "`tpu`")
     if tpu is not None and not isinstance(tpu, str):
-        raise InvalidValueError(f"`tpu` must be a string. Write {_EXAMPLE}. Received: tpu={tpu!r}")
+        raise InvalidValueError(f"`tpu` must be a string. Write {_EXAMPLE}. Received: tpu={shown(tpu)}")
     return tpu

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster.resolvers.environment import json_variable
-from phalanx.cluster.tasks import task_index
+from phalanx.cluster.tasks import port, task_index
 from phalanx.core.errors import ClusterEnvironmentError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = [
     "endpoints_of_node",
@@ -38,7 +39,7 @@ def parse_endpoints(text: str) -> list[str]:
     if not all(addresses):
         raise InvalidValueError(
             "The addresses of a TPU must be separated by single commas, for example "
-            f"'grpc://10.1.2.3:8470,10.1.2.4:8470'. Received: {text!r}"
+            f"'grpc://10.1.2.3:8470,10.1.2.4:8470'. Received: {shown(text)}"
         )
     return [address if ":" in address else f"{address}:{_PORT}" for address in addresses]
 
@@ -49,17 +50,24 @@ def endpoints_of_node(name: str, node: Mapping[str, Any]) -> list[str]:
     >>> endpoints_of_node("t", {"state": "READY", "networkEndpoints": [{"ipAddress": "10.1.2.3"}]})
     ['10.1.2.3:8470']
     """
+    if not isinstance(node, Mapping):
+        raise _no_address(name, node)
     if node.get("state") != "READY":
         raise ClusterEnvironmentError(
-            f"TPU {name!r} is not ready. Wait until its state is READY. Received: {node.get('state')!r}"
+            f"TPU {shown(name)} is not ready. Wait until its state is READY. "
+            f"Received: {shown(node.get('state'))}"
         )
     endpoints = node.get("networkEndpoints") or [node]  # the oldest answers have one endpoint only
-    try:
-        return [f"{endpoint['ipAddress']}:{endpoint.get('port') or _PORT}" for endpoint in endpoints]
-    except KeyError as error:
-        raise ClusterEnvironmentError(
-            f"The Cloud TPU service gives no address for TPU {name!r}. Received: {node!r}"
-        ) from error
+    known = isinstance(endpoints, list) and all(isinstance(e, Mapping) for e in endpoints)
+    if not known or not all(isinstance(e.get("ipAddress"), str) for e in endpoints):
+        raise _no_address(name, node)
+    return [f"{e['ipAddress']}:{port(e.get('port') or _PORT, 'A port of a TPU')}" for e in endpoints]
+
+
+def _no_address(name: str, node: object) -> ClusterEnvironmentError:
+    return ClusterEnvironmentError(
+        f"The Cloud TPU service gives no address for TPU {shown(name)}. Received: {shown(node)}"
+    )
 
 
 def workers_in_environment() -> tuple[list[str], int] | None:
@@ -101,7 +109,9 @@ def tpu_config() -> dict[str, Any]:
     example = '{"tpu_node_name": "my-tpu", "project": "my-project", "zone": "us-central2-b"}'
     config = json_variable("TPU_CONFIG", {}, example)
     if not isinstance(config, dict):
-        raise InvalidValueError(f"TPU_CONFIG must be a JSON object: {example}. Received: {config!r}")
+        raise InvalidValueError(
+            f"TPU_CONFIG must be a JSON object: {example}. Received: {shown(config)}"
+        )
     return config
 
 
@@ -115,5 +125,5 @@ def _check_slices(slices: str | None) -> None:
         raise ClusterEnvironmentError(
             "The TPU has several slices, and each knows the addresses of its own workers only. Give "
             "the addresses of all workers: TPUClusterResolver('grpc://host0,host1'). "
-            f"Received: {_SLICES}={slices!r}"
+            f"Received: {_SLICES}={shown(slices)}"
         )

@@ -7,6 +7,7 @@ from typing import Any
 from phalanx.cluster.resolvers.base import ClusterResolver, master_url
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.core.errors import DuplicateTaskError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["UnionClusterResolver", "UnionResolver"]
 
@@ -43,7 +44,7 @@ class UnionClusterResolver(ClusterResolver):
         if kwargs:
             raise InvalidValueError(
                 "A UnionClusterResolver takes the names `task_type`, `task_id` and `rpc_layer`. "
-                f"Received: {kwargs!r}"
+                f"Received: {shown(kwargs)}"
             )
         if not args:
             raise InvalidValueError("At least one resolver is needed. Received: no arguments")
@@ -51,7 +52,7 @@ class UnionClusterResolver(ClusterResolver):
             if not isinstance(resolver, ClusterResolver):
                 raise InvalidTypeError(
                     "The arguments must be resolvers, for example TFConfigClusterResolver(). "
-                    f"Received: {resolver!r}"
+                    f"Received: {shown(resolver)}"
                 )
         self._resolvers = args
         self._task_type = task_type
@@ -144,8 +145,9 @@ def _joined_job(name: str, clusters: list[ClusterSpec]) -> list[str] | dict[int,
     for part in parts:
         if both := sorted(tasks.keys() & part.keys()):
             raise DuplicateTaskError(
-                f"Two of the clusters have the same task of job {name!r}, and one of them has gaps, so "
-                f"that tasks cannot be renumbered. Use indices that differ. Received: {both} twice"
+                f"Two of the clusters have the same task of job {shown(name)}, and one of them has "
+                f"gaps, so that tasks cannot be renumbered. Use indices that differ. "
+                f"Received: {both} twice"
             )
         tasks.update(part)
     return tasks
