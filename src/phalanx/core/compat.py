@@ -362,6 +362,14 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
     return list(_jaxprs_in(eqn.params))
 
 
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many constants, and how many values that it carries, a scan has: its first inputs."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.11
+    return len(consts), len(carry)
+
+
 # -- thread state -------------------------------------------------------------------------------
 
 _THREADS = "Giving threads the settings of their caller"
