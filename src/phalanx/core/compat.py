@@ -212,7 +212,6 @@ def is_staged(x: Any) -> bool:
 _TRACING = "Telling which transformation is going on"
 _top_trace = find(_TRACING, "jax.extend.core:find_top_trace", "jax._src.core:unsafe_get_current_trace")
 _trace_of = find("Telling which transformation an array belongs to", "jax.core:Tracer._trace")
-_JVPTrace = find(_TRACING, "jax.interpreters.ad:JVPTrace")
 
 
 def current_trace() -> Any:
@@ -234,7 +233,8 @@ def is_transformation(trace: Any) -> bool:
 
 def belongs_to(x: Any, trace: Any) -> bool:
     """Whether `x` is a tracer that was made under `trace`."""
-    return is_tracer(x) and _trace_of.__get__(x) is trace
+    need(_trace_of)
+    return is_tracer(x) and x._trace is trace
 
 
 def is_staging() -> bool:
@@ -249,15 +249,25 @@ def staging_since(outer: Any) -> bool:
     """
     trace = current_trace()
     while trace is not outer and is_transformation(trace):
-        if not _differentiates(trace):
+        if not isinstance(trace, _differentiating()):
             return True
         trace = trace.parent_trace
     return False
 
 
-def _differentiates(trace: Any) -> bool:
-    """Whether a trace is the one of `jvp`, or of `grad` and `linearize`."""
-    return hasattr(trace, "tangent_trace") or isinstance(trace, _JVPTrace)
+@functools.cache
+def _differentiating() -> tuple[Any, ...]:
+    """The kinds of traces of `jvp` and of `grad`, found while they run; starts no backend."""
+    kinds: list[type] = []
+
+    def look(x: Any) -> Any:
+        kinds.append(type(current_trace()))
+        return x
+
+    with jax.core.eval_context():
+        jax.jvp(look, (0.0,), (0.0,))
+        jax.linearize(look, 0.0)
+    return tuple(kinds)
 
 
 # -- types that JAX should accept as arrays -----------------------------------------------------
