@@ -38,6 +38,8 @@ NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf", "/etc/xdg/pi
 NETWORK_HOMES = (".config/pip/pip.conf", ".pip/pip.conf")
 NETWORK_VARIABLES = ("PIP_CONFIG_FILE", "PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
+# Mounts and processes that nobody else sees, and that end together.
+APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
 INSIDE = """
 set -e
 mount --rbind /dev "$1/dev"
@@ -63,8 +65,7 @@ class Place:
         """A command line that runs `words` there, in the project's folder."""
         if self.system is None:
             return list(words)
-        apart = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
-        return [*apart, "bash", "-c", INSIDE, "bash", str(self.system), str(ROOT), *words]
+        return [*APART, "bash", "-c", INSIDE, "bash", str(self.system), str(ROOT), *words]
 
     @property
     def venv_python(self) -> str:
@@ -121,22 +122,20 @@ def _output(command: Sequence[str]) -> str | None:
 
 def debian(suite: str) -> Path:
     """The folder of a Debian system with Python; made on first use."""
+    for tool in ("unshare", "chroot", "debootstrap"):
+        if shutil.which(tool) is None:
+            raise Unavailable(f"{tool} is not installed")
+    if os.geteuid() != 0:
+        raise Unavailable("a Debian system takes root")
     system = HOME / suite
     if not (system / "phalanx").exists():
-        for tool in ("debootstrap", "unshare", "chroot"):
-            if shutil.which(tool) is None:
-                raise Unavailable(f"{tool} is not installed")
-        if os.geteuid() != 0:
-            raise Unavailable("making a Debian system takes root")
         _say(f"Making a Debian system in {system.relative_to(ROOT)}; this takes a few minutes")
         shutil.rmtree(system, ignore_errors=True)  # left behind by an interrupted run
         system.mkdir(parents=True)
-        packages = "--include=python3,python3-venv,ca-certificates"
-        command = ["debootstrap", "--variant=minbase", packages, suite, str(system), *_mirror()]
-        _run(command, SYSTEM_DEADLINE)
-        (
-            system / "phalanx"
-        ).mkdir()  # the project's folder, seen from inside; also the mark that all is there
+        make = ["debootstrap", "--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
+        _run([*APART, *make, suite, str(system), *_mirror()], SYSTEM_DEADLINE)
+        # The project's folder, seen from inside; also the mark that everything is there.
+        (system / "phalanx").mkdir()
     _connect(system)
     return system
 
