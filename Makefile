@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test soak lint format docs bench clean
+.PHONY: demo test test-newest soak lint format docs bench clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -18,6 +18,9 @@ demo: $(STAMP)          ## train the digits classifier on four replicas
 
 test: $(STAMP)          ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not soak"
+
+test-newest:            ## the test suite on Python 3.13 and the newest JAX, where they are to be had
+	$(PYTHON) tools/newest.py
 
 soak: $(STAMP)          ## the slow stress tests
 	$(BIN)/python -m pytest -q -m soak

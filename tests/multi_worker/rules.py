@@ -47,7 +47,8 @@ class ClusterWorld(World):
     def everywhere(self, mine: Any) -> list[Any]:
         """What each worker has, put together through files; by rank."""
         connection = self.strategy.extended._connection  # type: ignore[attr-defined]
-        name = f"phalanx-{connection.member.address}-{next(_numbers)}"
+        name = f"phalanx-{connection.member.address}-{len(_exchanges)}"
+        _exchanges.append(name)
         place = Path(tempfile.gettempdir())
         own = place / f"{name}-{connection.rank}"
         own.write_bytes(pickle.dumps(jax.tree.map(_on_host, mine)))
@@ -72,7 +73,7 @@ class ClusterWorld(World):
         return sum(self.everywhere(len(variable.values)))
 
 
-_numbers = itertools.count()
+_exchanges: list[str] = []
 
 
 def _on_host(x: Any) -> Any:

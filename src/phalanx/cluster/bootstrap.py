@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from phalanx.cluster import data_plane, runtime
+from phalanx.cluster import data_plane, processes, runtime
 from phalanx.cluster.arrivals import Arrivals
 from phalanx.cluster.hub.client import Member, Roster
 from phalanx.cluster.hub.dialling import split_address
@@ -33,7 +33,6 @@ from phalanx.cluster.preflight import Place, bind_host, find_place, port_problem
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.tokens import find_token
 from phalanx.cluster.watchdog import Watchdog
-from phalanx.core import compat
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import (
     ClusterEnvironmentError,
@@ -112,8 +111,8 @@ class Connection:
         failed = self._crashed or self.member.failure is not None
         self.disconnect()
         if failed:
-            compat.abandon_backends()
             _failed.append(self)
+            processes.abandon_backends()
 
 
 def connect(

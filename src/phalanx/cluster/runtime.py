@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from phalanx.cluster import processes
 from phalanx.cluster.data_plane import Address, listening
 from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.facts import Failure, Task
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 def start_problem(task: Task) -> Failure | None:
     """What keeps this process from becoming one of several, or None."""
-    if compat.processes_are_joined():
+    if processes.are_joined():
         text = (
             f"The process of {task} has joined others already (by jax.distributed.initialize, or by "
             "another strategy over several workers). Leave that to Phalanx, and create one such "
@@ -70,7 +71,7 @@ def start(place: Place, service: str, timeout: float) -> Address | None:
     """
     host = _own_host(place)
     before = listening()
-    compat.join_processes(service, place.rank, len(place.tasks), timeout=timeout, host=host)
+    processes.join(service, place.rank, len(place.tasks), timeout=timeout, host=host)
     jax.devices()
     new = listening() - before
     try:
@@ -91,7 +92,7 @@ def leave(*, abandon: bool = False) -> None:
     `abandon` is for a runtime whose service is gone: nobody is told.
     """
     try:
-        compat.leave_processes(abandon=abandon)
+        processes.leave(abandon=abandon)
     except (RuntimeError, ValueError) as error:
         _log.info("JAX's runtime did not end in order: %s", error)
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import jax
 
+from phalanx.cluster import processes
 from phalanx.cluster.bootstrap import Connection
 from phalanx.cluster.hub.dialling import split_address
 from phalanx.cluster.hub.facts import Failure
 from phalanx.cluster.hub.status import PeerWait, Status
 from phalanx.cluster.preflight import bind_host
 from phalanx.cluster.tokens import find_token
-from phalanx.comm import compat
 from phalanx.comm.channels import (
     Channel,
     DifferentError,
@@ -76,7 +76,7 @@ class World:
         key = hashlib.sha256(b"collectives of " + token).digest()
         self._links = Links(self.rank, bind_host(place.task, place.is_local), key)
         self.mailbox = Mailbox(self.rank, self._links, self._dial, self.check)
-        compat.publish(f"phalanx/links/{self.rank}", json.dumps(self._links.address))
+        processes.publish(f"phalanx/links/{self.rank}", json.dumps(self._links.address))
         connection.member.on_failure(lambda _: self._cut())
         self._status = connection.member.status
         self._status.operations = self._operations
@@ -248,7 +248,7 @@ class World:
         while True:
             self.check()
             left = max(0.1, end - time.monotonic())
-            found = compat.look_up(f"phalanx/links/{rank}", min(1.0, left))
+            found = processes.look_up(f"phalanx/links/{rank}", min(1.0, left))
             if found is not None:
                 _, port, local = json.loads(found)
                 is_here = self._hosts[rank] == self._hosts[self.rank]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import site
 import sys
@@ -51,15 +52,32 @@ _PACKAGES = _folders(
 _LIBRARIES = (*_PYTHON, *_PACKAGES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CallSite:
     """A position in the user's program; sites compare equal if they were reached the same way."""
 
     path: tuple[tuple[CodeType, int], ...] = field(repr=False)
-    text: str = field(compare=False)
+    text: str
 
     def __str__(self) -> str:
         return self.text
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CallSite):
+            return NotImplemented
+        if self.path == other.path:
+            return True
+        # The compiler may copy a call into several branches, as the one in `f(a if c else b)`. The
+        # copies have offsets of their own, but one position in the source.
+        return [_position(*step) for step in self.path] == [_position(*step) for step in other.path]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _position(code: CodeType, offset: int) -> tuple[CodeType, object]:
+    """A call in the source: its first and last line and column, or its offset if they are unknown."""
+    found = next(itertools.islice(code.co_positions(), offset // 2, None), (None,))
+    return code, offset if None in found else found
 
 
 def call_site(until: CodeType) -> CallSite:

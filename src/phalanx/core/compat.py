@@ -1,126 +1,56 @@
-"""Every private or experimental JAX call, in one place.
+"""Every private or experimental JAX call inside of one process.
 
-Phalanx pins ``jax>=0.10.2,<0.11``. When that range moves, this module is the one to look at: nothing
-else in the package imports from ``jax._src`` or relies on undocumented behaviour.
+Nothing else in the package imports from ``jax._src`` or relies on undocumented behaviour, but for
+`phalanx.cluster.processes` and `phalanx.cluster.hub.service`, for jobs of several processes.
+Names that JAX promises nothing about are sought with `phalanx.core.private.find`: without one of them,
+the function that needs it takes a public way, or raises an error that names it. The page "Versions" of
+the design lists them all.
 """
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import dataclasses
 import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
-from jax._src import api as _api
-from jax._src import array as _array
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import distributed as _distributed
-from jax._src import dtypes as _dtypes
-from jax._src import xla_bridge as _bridge
-from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import batching as _batching
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.interpreters import pxla as _pxla
-from jax._src.lib import _jax  # type: ignore[attr-defined]
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import Sharding, SingleDeviceSharding
+
+from phalanx.core.private import Missing, find, need
 
 # -- backends -----------------------------------------------------------------------------------
 
 
+_initialized = find("Telling whether JAX has started", "jax._src.xla_bridge:backends_are_initialized")
+_factories = find("Telling which devices JAX could have", "jax._src.xla_bridge:_backend_factories")
+
+
 def backends_are_initialized() -> bool:
     """Whether JAX has started its backends, after which the device count is fixed."""
-    return bool(_bridge.backends_are_initialized())
+    if not isinstance(_initialized, Missing):
+        return bool(_initialized())
+    count = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]
+    try:
+        jax.config.update("jax_num_cpu_devices", max(count, 0) + 1)
+    except RuntimeError:  # it can no longer change
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
 
 
 def platform_may_exist(platform: str) -> bool:
     """Whether a backend for `platform` could start, judged without starting any backend."""
     if platform == "tpu":  # always registered, so look for the library behind it
         return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
+    if isinstance(_factories, Missing):
+        return platform == "cpu" or importlib.util.find_spec("jax_plugins") is not None
     aliases = {"gpu": ("gpu", "cuda", "rocm")}.get(platform, (platform,))
-    return any(name in _bridge._backend_factories for name in aliases)
-
-
-# -- several processes --------------------------------------------------------------------------
-
-_HEARTBEAT = 7 * 24 * 3600
-"""Seconds after which JAX would end the process because of a silent peer; Phalanx is much quicker."""
-
-
-def join_processes(
-    address: str, process: int, processes: int, *, timeout: float, host: str | None = None
-) -> None:
-    """Make this process one of several that compute together, before JAX starts its backends.
-
-    Like `jax.distributed.initialize`, but with a service that runs elsewhere, and without handling
-    SIGTERM, which belongs to the program. CPU devices talk to each other through gloo at `host`, the
-    address of this machine for the others; None leaves the choice to gloo.
-    """
-    jax.config.update("jax_enable_recoverability", True)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    state = _distributed.global_state
-    client = _jax.get_distributed_runtime_client(
-        address,
-        process,
-        init_timeout=max(1, int(timeout)),
-        shutdown_timeout=10,
-        heartbeat_timeout=_HEARTBEAT,
-        shutdown_on_destruction=False,
-        use_compression=True,
-    )
-    client.connect()
-    state.client = client
-    state.process_id, state.num_processes = process, processes
-    state.coordinator_address = address
-    if host is not None:
-        usual = _bridge._backend_factories["cpu"]
-        factory = functools.partial(_cpu_client_at, host)
-        _bridge._backend_factories["cpu"] = dataclasses.replace(usual, factory=factory)
-
-
-def _cpu_client_at(host: str) -> Any:
-    client = _distributed.global_state.client
-    if client is None:
-        return _bridge.make_cpu_client()
-    return _bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(client, hostname=host))
-
-
-def processes_are_joined() -> bool:
-    """Whether this process is one of several for JAX."""
-    return _distributed.global_state.client is not None
-
-
-def leave_processes(*, abandon: bool = False) -> None:
-    """Undo `join_processes`. With the service's peers gone or not, this does not wait for them.
-
-    `abandon` is for a service that is gone, and would not answer.
-    """
-    state = _distributed.global_state
-    client, state.client = state.client, None
-    state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
-    if client is not None and abandon:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # so that it is never destroyed
-    elif client is not None:
-        client.shutdown()
-
-
-def abandon_backends() -> None:
-    """Let the process end without waiting for programs that will never finish.
-
-    JAX waits for its devices when it is cleaned up, and for ever if another process is gone.
-    """
-    atexit.unregister(_api.clean_up)
-    for backend in _bridge._backends.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))  # so that it is never destroyed
+    return any(name in _factories for name in aliases)
 
 
 # -- jit ---------------------------------------------------------------------------------------------
@@ -136,21 +66,42 @@ a part of the key under which `jax.jit` caches what it has traced.
 # -- arrays -------------------------------------------------------------------------------------
 
 
+_Array = find("Making arrays without copies", "jax._src.array:ArrayImpl")
+_buffers_of = find("Making arrays without copies", "jax._src.array:ArrayImpl._arrays")
+_put = find(
+    "Copying arrays to several devices at once", "jax._src.interpreters.pxla:batched_device_put"
+)
+_zero_copy = not isinstance(_Array, Missing) and not isinstance(_buffers_of, Missing)
+
+
 def uncommitted(x: jax.Array) -> jax.Array:
     """The same buffer as `x`, free to follow the computation to another device.
 
     JAX refuses to combine arrays that are *committed* to different devices. TensorFlow copies
     silently, and ported code relies on it (``sum(strategy.experimental_local_results(x))``), so
-    the single-device arrays that Phalanx hands out are uncommitted. No copy is made.
+    the single-device arrays that Phalanx hands out are uncommitted. No copy is made where JAX lets
+    its arrays be made from their buffers.
     """
-    if not isinstance(x, _array.ArrayImpl) or not x._committed:
+    if not _is_plain(x) or not x.committed:
         return x
-    return _array.ArrayImpl(x.aval, x.sharding, x._arrays, committed=False, _skip_checks=True)
+    if _zero_copy:
+        return _Array(x.aval, x.sharding, x._arrays, committed=False, _skip_checks=True)  # type: ignore[attr-defined]
+    if len(x.sharding.device_set) > 1:
+        return x
+    with jax.default_device(*x.sharding.device_set):
+        return jax.numpy.asarray(np.asarray(x))
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether `x` is an array with buffers: not a tracer, and not an array of keys."""
+    if _zero_copy:
+        return isinstance(x, _Array)
+    return isinstance(x, jax.Array) and not is_tracer(x) and not is_key_array(x)
 
 
 def movable(x: Any) -> Any:
     """`x` itself, but never committed to a single device."""
-    if isinstance(x, _array.ArrayImpl) and x._committed and len(x.sharding.device_set) == 1:
+    if _is_plain(x) and x.committed and len(x.sharding.device_set) == 1:
         return uncommitted(x)
     return x
 
@@ -165,9 +116,11 @@ def assemble(shape: tuple[int, ...], sharding: Sharding, pieces: Sequence[jax.Ar
         data = [jax.random.key_data(piece) for piece in pieces]
         whole = assemble((*shape, *data[0].shape[pieces[0].ndim :]), sharding, data)
         return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(pieces[0]))
-    aval = _core.ShapedArray(shape, pieces[0].dtype)
+    if not _zero_copy:
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(pieces))
+    aval = jax.core.ShapedArray(shape, pieces[0].dtype)
     buffers = [piece._arrays[0] for piece in pieces]  # type: ignore[attr-defined]
-    return _array.ArrayImpl(aval, sharding, buffers, committed=True, _skip_checks=True)
+    return _Array(aval, sharding, buffers, committed=True, _skip_checks=True)
 
 
 def put_pieces(
@@ -179,15 +132,19 @@ def put_pieces(
     bytes: CPU devices then use the arrays as they are, so nobody may write into them afterwards.
     The dtype must be one that JAX has.
     """
-    aval = _core.ShapedArray(shape, pieces[0].dtype)
-    return _pxla.batched_device_put(aval, sharding, pieces, devices)
+    if isinstance(_put, Missing):
+        return assemble(
+            shape, sharding, [jax.device_put(x, d) for x, d in zip(pieces, devices, strict=True)]
+        )
+    return _put(jax.core.ShapedArray(shape, pieces[0].dtype), sharding, pieces, devices)
 
 
 def put_on(x: Any, device: jax.Device) -> jax.Array:
     """A NumPy array on one device, uncommitted; the cautions of `put_pieces` apply."""
-    aval = _core.ShapedArray(x.shape, x.dtype)
-    sharding = _single_device_sharding(device)
-    return _pxla.batched_device_put(aval, sharding, [x], [device], committed=False)
+    if isinstance(_put, Missing):
+        return uncommitted(jax.device_put(x, device))
+    aval = jax.core.ShapedArray(x.shape, x.dtype)
+    return _put(aval, _single_device_sharding(device), [x], [device], committed=False)
 
 
 @functools.cache
@@ -209,16 +166,13 @@ def span_of(x: jax.Array) -> tuple[jax.Device, ...] | None:
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype that `x` has inside a program."""
-    aval = _core.typeof(x)
+    aval = jax.typeof(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def one_piece(x: jax.Array, device: jax.Device | None = None) -> jax.Array:
     """One of the arrays behind a replicated array, uncommitted; the one on `device` if there is one."""
-    if not isinstance(x, _array.ArrayImpl):
-        found = pieces(x)
-        return next((p for p in found if device in p.devices()), found[0])
-    buffers = x._arrays
+    buffers = x._arrays if _zero_copy and _is_plain(x) else pieces(x)  # type: ignore[attr-defined]
     if device is not None:
         buffers = [b for b in buffers if device in b.devices()] or buffers
     return uncommitted(buffers[0])
@@ -226,7 +180,7 @@ def one_piece(x: jax.Array, device: jax.Device | None = None) -> jax.Array:
 
 def has_whole_bytes(dtype: Any) -> bool:
     """Whether each element of this dtype has bytes of its own, which int4 has not."""
-    return bool(_dtypes.itemsize_bits(dtype) % 8 == 0)
+    return bool(jax.dtypes.itemsize_bits(dtype) % 8 == 0)
 
 
 def is_key_array(x: Any) -> bool:
@@ -236,7 +190,7 @@ def is_key_array(x: Any) -> bool:
 
 def is_tracer(x: Any) -> bool:
     """Whether `x` stands for a value inside a JAX transformation."""
-    return isinstance(x, _core.Tracer)
+    return isinstance(x, jax.core.Tracer)
 
 
 def primal_value(x: Any) -> Any:
@@ -244,28 +198,38 @@ def primal_value(x: Any) -> Any:
 
     Outside of `jit` the values that are being differentiated are known all the time.
     """
-    while isinstance(x, _DIFFERENTIATED):
+    while is_tracer(x) and hasattr(type(x), "primal"):  # tracers pass other questions on to their types
         x = x.primal
     return x
 
 
 def is_staged(x: Any) -> bool:
     """Whether `x` is being staged into a program (`jit`, `scan`, `vmap`, …), so has no value yet."""
-    return isinstance(primal_value(x), _core.Tracer)
+    return is_tracer(primal_value(x))
 
 
-_DIFFERENTIATED = (_ad.JVPTracer, _ad.LinearizeTracer)
-_DIFFERENTIATING = (_ad.JVPTrace, _ad.LinearizeTrace)
+# -- transformations ------------------------------------------------------------------------------
+
+_TRACING = "Telling which transformation is going on"
+_top_trace = find(_TRACING, "jax.extend.core:find_top_trace", "jax._src.core:unsafe_get_current_trace")
+_trace_of = find("Telling which transformation an array belongs to", "jax.core:Tracer._trace")
 
 
 def current_trace() -> Any:
     """The JAX transformation that the calling thread is in, as an opaque object."""
-    return _core.trace_ctx.trace
+    return _top_trace(())
+
+
+@functools.cache
+def _evaluation() -> Any:
+    """What `current_trace` is outside of all transformations."""
+    with jax.core.eval_context():
+        return current_trace()
 
 
 def is_transformation(trace: Any) -> bool:
     """Whether a trace is a transformation rather than plain evaluation."""
-    return trace is not _core.eval_trace
+    return trace is not _evaluation()
 
 
 def without_differentiation() -> AbstractContextManager[None]:
@@ -274,21 +238,24 @@ def without_differentiation() -> AbstractContextManager[None]:
     `jax.jit` keeps what it has compiled by the trace that it was called under, and each gradient is a
     trace of its own. What is called under it with plain values would be kept again at each step.
     """
-    trace = _core.trace_ctx.trace
-    while isinstance(trace, _DIFFERENTIATING):
+    here = trace = current_trace()
+    while is_transformation(trace) and isinstance(trace, _differentiating()):
         trace = trace.parent_trace
-    below: AbstractContextManager[None] = _core.set_current_trace(trace)
+    if trace is here or isinstance(_set_trace, Missing):
+        return nullcontext()
+    below: AbstractContextManager[None] = _set_trace(trace)
     return below
 
 
 def belongs_to(x: Any, trace: Any) -> bool:
     """Whether `x` is a tracer that was made under `trace`."""
-    return isinstance(x, _core.Tracer) and x._trace is trace
+    need(_trace_of)
+    return is_tracer(x) and x._trace is trace
 
 
 def is_staging() -> bool:
     """Whether the calling thread is staging a program, at whatever depth of differentiation."""
-    return staging_since(_core.eval_trace)
+    return staging_since(_evaluation())
 
 
 def staging_since(outer: Any) -> bool:
@@ -296,15 +263,36 @@ def staging_since(outer: Any) -> bool:
 
     Differentiation does not count: it runs with known values.
     """
-    trace = _core.trace_ctx.trace
-    while trace is not outer and trace is not _core.eval_trace:
-        if not isinstance(trace, _DIFFERENTIATING):
+    trace = current_trace()
+    while trace is not outer and is_transformation(trace):
+        if not isinstance(trace, _differentiating()):
             return True
         trace = trace.parent_trace
     return False
 
 
+@functools.cache
+def _differentiating() -> tuple[Any, ...]:
+    """The kinds of traces of `jvp` and of `grad`, found while they run; starts no backend."""
+    kinds: list[type] = []
+
+    def look(x: Any) -> Any:
+        kinds.append(type(current_trace()))
+        return x
+
+    with jax.core.eval_context():
+        jax.jvp(look, (0.0,), (0.0,))
+        jax.linearize(look, 0.0)
+    return tuple(kinds)
+
+
 # -- types that JAX should accept as arrays -----------------------------------------------------
+
+
+_PASSING = "Passing variables to functions of JAX, which works with variable.value(),"
+_types = find(_PASSING, "jax._src.core:pytype_aval_mappings")
+_canonical = find(_PASSING, "jax._src.dtypes:canonicalize_value_handlers")
+_sharders = find(_PASSING, "jax._src.interpreters.pxla:shard_arg_handlers")
 
 
 def register_array_like(cls: type, read: Callable[[Any], jax.Array]) -> None:
@@ -316,48 +304,61 @@ def register_array_like(cls: type, read: Callable[[Any], jax.Array]) -> None:
     """
 
     def aval(x: Any) -> Any:
-        return _core.typeof(read(x))
+        need(_canonical, _sharders)
+        return jax.typeof(read(x))
 
     def shard(xs: Sequence[Any], *rest: Any) -> Any:
         arrays = [read(x) for x in xs]
-        return _pxla.shard_arg_handlers[type(arrays[0])](arrays, *rest)
+        return _sharders[type(arrays[0])](arrays, *rest)
 
-    _core.pytype_aval_mappings[cls] = aval
-    _dtypes.canonicalize_value_handlers[cls] = read
-    _pxla.shard_arg_handlers[cls] = shard
+    for registry, handler in ((_types, aval), (_canonical, read), (_sharders, shard)):
+        if not isinstance(registry, Missing):
+            registry[cls] = handler
 
 
 # -- a mark in programs ---------------------------------------------------------------------------
 
-_same_p = Primitive("phalanx_same_on_all_replicas")
-_same_p.def_impl(lambda x, *, label: x)
-_same_p.def_abstract_eval(lambda x, *, label: x)
-_ad.deflinear2(_same_p, lambda ct, _, *, label: [ct])
-mlir.register_lowering(_same_p, lambda ctx, x, *, label: [x])
+SAME_ON_ALL_REPLICAS = "phalanx_same_on_all_replicas"
+AGREED_BY_ALL_REPLICAS = "phalanx_agreed_by_all_replicas"
+
+_MARKING = "Checking that all replicas write the same"
+_Primitive = find(_MARKING, "jax.extend.core:Primitive")
+_deflinear = find(_MARKING, "jax.interpreters.ad:deflinear2")
+_defvectorized = find(_MARKING, "jax.interpreters.batching:defvectorized")
+_register_lowering = find(_MARKING, "jax.interpreters.mlir:register_lowering")
+
+
+@functools.cache
+def _mark(name: str) -> Any:
+    """A primitive that does nothing, and is found in programs by its name."""
+    need(_Primitive, _deflinear, _defvectorized, _register_lowering)
+    mark = _Primitive(name)
+    mark.def_impl(lambda x, **_: x)
+    mark.def_abstract_eval(lambda x, **_: x)
+    _deflinear(mark, lambda ct, _, **__: [ct])
+    if name == AGREED_BY_ALL_REPLICAS:
+        _defvectorized(mark)
+    _register_lowering(mark, lambda _, x, **__: [x])
+    return mark
 
 
 def mark_same_on_all_replicas(value: Any, label: str) -> Any:
     """The value itself, with a mark in the program that says: all replicas must have the same here."""
-    return jax.tree.map(lambda x: _same_p.bind(x, label=label), value)
-
-
-SAME_ON_ALL_REPLICAS = _same_p.name
-
-_agreed_p = Primitive("phalanx_agreed_by_all_replicas")
-_agreed_p.def_impl(lambda x: x)
-_agreed_p.def_abstract_eval(lambda x: x)
-_ad.deflinear2(_agreed_p, lambda ct, _: [ct])
-_batching.defvectorized(_agreed_p)
-mlir.register_lowering(_agreed_p, lambda ctx, x: [x])
+    return jax.tree.map(lambda x: _mark(SAME_ON_ALL_REPLICAS).bind(x, label=label), value)
 
 
 def declare_same_on_all_replicas(x: jax.Array) -> jax.Array:
     """The array itself, with a mark in the program that says: all replicas do have the same here."""
-    agreed: jax.Array = _agreed_p.bind(x)
+    agreed: jax.Array = _mark(AGREED_BY_ALL_REPLICAS).bind(x)
     return agreed
 
 
-AGREED_BY_ALL_REPLICAS = _agreed_p.name
+# -- programs -------------------------------------------------------------------------------------
+
+_READING = "Checking what a compiled function does"
+_without_dead_code = find(_READING, "jax.interpreters.partial_eval:dce_jaxpr")
+_Literal = find(_READING, "jax.extend.core:Literal")
+_jaxprs_in = find(_READING, "jax.extend.core:jaxprs_in_params")
 
 
 def jaxpr_and_result(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -367,12 +368,14 @@ def jaxpr_and_result(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 
 def eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
     """Run a closed jaxpr; arguments that it does not use may be anything."""
-    return list(_core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+    return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
 
 
 def used_part(jaxpr: Any) -> Any:
-    """A jaxpr without inputs and equations that its results do not need."""
-    return _pe.dce_jaxpr(jaxpr, True)[0]
+    """A jaxpr without inputs and equations that its results do not need, as far as JAX can tell."""
+    if isinstance(_without_dead_code, Missing):
+        return jaxpr
+    return _without_dead_code(jaxpr, True)[0]
 
 
 def calls_python(jaxpr: Any) -> bool:
@@ -385,23 +388,46 @@ def calls_python(jaxpr: Any) -> bool:
 
 def is_literal(atom: Any) -> bool:
     """Whether an atom of a jaxpr is a constant rather than a variable."""
-    return isinstance(atom, _core.Literal)
+    return isinstance(atom, _Literal)
 
 
 def sub_jaxprs(eqn: Any) -> list[Any]:
     """The open jaxprs inside the parameters of an equation."""
-    return list(_core.jaxprs_in_params(eqn.params))
+    return list(_jaxprs_in(eqn.params))
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many constants, and how many values that it carries, a scan has: its first inputs."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.11
+    return len(consts), len(carry)
 
 
 # -- thread state -------------------------------------------------------------------------------
 
-_EXTRA_STATE = (
-    _config.mesh_context_manager,
-    _config.abstract_mesh_context_manager,
-    _config.device_context,
-    _config.compute_on_context_manager,
-    _config.xla_metadata_context_manager,
-)
+_THREADS = "Giving threads the settings of their caller"
+_settings = find(_THREADS, "jax._src.config:config_states")
+_unset = find(_THREADS, "jax._src.config:config_ext.unset")
+_set_trace = find("Running replicas inside of a transformation", "jax.extend.core:set_current_trace")
+_tracing = find("Giving threads the named axes of their caller", "jax._src.core:trace_ctx")
+_contexts = [
+    find(_THREADS, *(f"jax._src.{module}:{name}" for module in modules))
+    for name, *modules in (
+        ("mesh_context_manager", "config"),
+        ("abstract_mesh_context_manager", "mesh", "config"),
+        ("device_context", "mesh", "config"),
+        ("compute_on_context_manager", "config"),
+        ("xla_metadata_context_manager", "config"),
+    )
+]
+
+_PUBLIC_SETTINGS = """
+check_tracer_leaks debug_infs debug_key_reuse debug_nans default_device default_matmul_precision
+default_prng_impl disable_jit enable_checks enable_x64 legacy_prng_key log_compiles
+numpy_dtype_promotion numpy_rank_promotion threefry_partitionable
+"""
+"""Settings ``jax_NAME`` whose context manager is ``jax.NAME``."""
 
 
 class ThreadState:
@@ -413,22 +439,35 @@ class ThreadState:
     """
 
     def __init__(self) -> None:
-        unset = _config.config_ext.unset
-        states = (*_config.config_states.values(), *_EXTRA_STATE)
-        local = ((state, state.get_local()) for state in states)
-        self._settings = [(state, value) for state, value in local if value is not unset]
-        self._trace = _core.trace_ctx.trace
-        self._axis_env = _core.trace_ctx.axis_env
+        self._apply = _settings_here()
+        self._trace = current_trace()
+        self._axis_env = None if isinstance(_tracing, Missing) else _tracing.axis_env
 
     def apply(self) -> None:
         """Install the captured settings in the calling thread."""
-        for state, value in self._settings:
-            state.set_local(value)
-            hook = getattr(state, "_update_thread_local_hook", None)
-            if hook is not None:
-                hook(value)
-        _core.trace_ctx.set_trace(self._trace)
-        _core.trace_ctx.set_axis_env(self._axis_env)
+        for apply in self._apply:
+            apply()
+        if is_transformation(self._trace):
+            _set_trace(self._trace).__enter__()
+        if self._axis_env is not None:
+            _tracing.set_axis_env(self._axis_env)
+
+
+def _settings_here() -> list[Callable[[], None]]:
+    """What a new thread must call to have the settings of this one."""
+    if isinstance(_settings, Missing) or isinstance(_unset, Missing):
+        values = ((name, getattr(jax.config, f"jax_{name}")) for name in _PUBLIC_SETTINGS.split())
+        return [getattr(jax, name)(value).__enter__ for name, value in values]
+    states = (*_settings.values(), *(x for x in _contexts if not isinstance(x, Missing)))
+    local = ((state, state.get_local()) for state in states)
+    return [functools.partial(_set, state, value) for state, value in local if value is not _unset]
+
+
+def _set(state: Any, value: Any) -> None:
+    state.set_local(value)
+    hook = getattr(state, "_update_thread_local_hook", None)
+    if hook is not None:
+        hook(value)
 
 
 def is_array(x: Any) -> bool:

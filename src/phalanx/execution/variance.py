@@ -106,7 +106,7 @@ def _equation(eqn: Any, given: list[bool], found: list[str]) -> list[bool]:
 
 
 def _scan(eqn: Any, body: Any, given: list[bool], found: list[str]) -> list[bool]:
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry = compat.scan_counts(eqn)
     state = given[consts : consts + carry]
     while True:
         inputs = given[:consts] + state + given[consts + carry :]

@@ -12,5 +12,5 @@ everything else. It runs in the launcher, or in a process of its own next to the
 - `phalanx.cluster.hub.agreement`, `phalanx.cluster.hub.progress`: which programs run, and how far.
 - `phalanx.cluster.hub.tunnel`: the way of JAX's own connections through the hub.
 - `phalanx.cluster.hub.process`: a hub in a process of its own.
-- `phalanx.cluster.hub.compat`: the private call of JAX's library that it needs.
+- `phalanx.cluster.hub.service`: JAX's own service, which runs in the hub's process.
 """

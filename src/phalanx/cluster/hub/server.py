@@ -20,9 +20,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from phalanx.cluster.hub.board import Board, Out
-from phalanx.cluster.hub.compat import start_coordination_service
 from phalanx.cluster.hub.facts import Failure, Task, describe_exit
 from phalanx.cluster.hub.frames import ProtocolError, Stream
+from phalanx.cluster.hub.service import start_coordination_service
 from phalanx.cluster.hub.sockets import join_address, keep_alive, listen
 from phalanx.cluster.hub.table import Table
 from phalanx.cluster.hub.tunnel import REQUEST, PrivateSocket, Pump

@@ -1,7 +1,6 @@
-"""The private call of JAX's library that hubs need, without importing JAX itself.
+"""JAX's coordination service: the private call behind it, without importing JAX itself.
 
-A hub must start quickly and does not compute. Everything else that is private is in
-`phalanx.core.compat`.
+A hub must start quickly and does not compute.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
+
+from phalanx.core.private import find, need
 
 __all__ = ["start_coordination_service"]
 
@@ -23,10 +24,10 @@ def start_coordination_service(address: str, processes: int) -> Any:
     It must last longer than any process that uses it: JAX aborts a process whose service vanishes, so
     shut it down only when all have left.
     """
-    from jaxlib import _jax
-
+    start = find("Starting a job of several workers", "jaxlib._jax:get_distributed_runtime_service")
+    need(start)
     with _silence():
-        return _jax.get_distributed_runtime_service(
+        return start(
             address,
             processes,
             heartbeat_timeout=HEARTBEAT,
