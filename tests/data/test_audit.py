@@ -107,7 +107,10 @@ def test_any_iterable_can_be_counted() -> None:
 
 def test_leaves_of_different_lengths_and_ragged_rows() -> None:
     uneven = Dataset.zip((Dataset.range(8).batch(4), Dataset.range(4).batch(2)))
-    assert px.data.audit(mirrored(2).experimental_distribute_dataset(uneven))
+    with pytest.raises(px.errors.InvalidArgumentError, match="same number of rows"):
+        px.data.audit(mirrored(2).experimental_distribute_dataset(uneven))
+    one = px.OneDeviceStrategy("CPU:0")  # which divides nothing
+    assert px.data.audit(one.experimental_distribute_dataset(uneven))
     ragged = Dataset.from_tensor_slices([[1], [2, 2], [3]]).ragged_batch(2)
     assert px.data.audit(mirrored(2).experimental_distribute_dataset(ragged))
     scalars = px.OneDeviceStrategy("CPU:0").experimental_distribute_dataset(Dataset.range(3))

@@ -135,7 +135,7 @@ def test_names_of_compressions() -> None:
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(px.errors.NotFoundError, match="nowhere"):
         open_stream(str(tmp_path / "nowhere"), "")
-    with pytest.raises(px.errors.UnknownError, match="directory"):
+    with pytest.raises(px.errors.InvalidValueError, match="not a directory"):
         open_stream(str(tmp_path), "")
 
 

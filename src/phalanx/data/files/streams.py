@@ -90,7 +90,7 @@ def check_regular(path: str) -> None:
         return  # opening it says what is wrong
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device"
-        raise InvalidValueError(f"A file is needed, and this is {kind}. Received: {path!r}")
+        raise InvalidValueError(f"A file is needed, not {kind}. Received: {path!r}")
 
 
 def named_error(path: str, error: OSError) -> OpError:
