@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.execution.function import Function
 
 
@@ -58,11 +59,16 @@ def loop(step: Function, iterator: Iterator[Any], steps: int) -> LoopResults:
     """
     if not isinstance(step, Function):
         raise InvalidTypeError(
-            f"loop needs a compiled step: decorate it with @px.function. Received: {step!r}"
+            f"loop needs a compiled step: decorate it with @px.function. Received: {shown(step)}"
         )
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise InvalidValueError(f"steps must be a positive integer. Received: {steps!r}")
-    taken = itertools.islice(iterator, steps)
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 2**31:
+        raise InvalidValueError(f"steps must be a positive integer. Received: {shown(steps)}")
+    try:
+        taken = itertools.islice(iterator, steps)
+    except TypeError:
+        raise InvalidTypeError(
+            f"loop takes elements from an iterator, such as iter(dataset). Received: {shown(iterator)}"
+        ) from None
     elements = [x if isinstance(x, tuple) else (x,) for x in taken]
     if not elements:
         return LoopResults(0, lambda _: None)
