@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import phalanx as px
@@ -39,11 +41,36 @@ def test_regularization_counts_once() -> None:
         ({"per_example_loss": [1.0], "global_batch_size": 1.5}, TypeError),
         ({"per_example_loss": [1.0], "global_batch_size": "4"}, TypeError),
         ({"per_example_loss": [1.0], "global_batch_size": -1}, ValueError),
+        ({"per_example_loss": [1.0], "global_batch_size": 0}, ValueError),
+        ({"per_example_loss": [1.0], "global_batch_size": 10**400}, ValueError),
+        ({"per_example_loss": [1.0], "global_batch_size": jnp.int32(0)}, ValueError),
+        ({"per_example_loss": [1.0], "global_batch_size": jnp.int32(-4)}, ValueError),
+        ({"per_example_loss": [1.0], "global_batch_size": np.int64(0)}, ValueError),
+        ({"per_example_loss": [1.0], "global_batch_size": float("nan")}, TypeError),
+        ({"per_example_loss": [1.0], "global_batch_size": jnp.float32(2.0)}, TypeError),
+        ({"per_example_loss": [1.0], "global_batch_size": jnp.array([4])}, TypeError),
+        ({"per_example_loss": [1.0], "global_batch_size": True}, TypeError),
+        ({"per_example_loss": ["a"]}, TypeError),
+        ({"per_example_loss": [True]}, TypeError),
+        ({"per_example_loss": [1.0, 2.0], "sample_weight": [1.0, 2.0, 3.0]}, ValueError),
+        ({"per_example_loss": [1.0, 2.0], "sample_weight": "a"}, TypeError),
     ],
 )
 def test_bad_losses(kwargs: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match="Received"):
         px.nn.compute_average_loss(**kwargs)
+
+
+def test_a_size_that_is_not_known_yet() -> None:
+    average = jax.jit(lambda x, n: px.nn.compute_average_loss(x, global_batch_size=n))
+    assert float(average(jnp.ones(2), 4)) == 0.5
+    gradient = jax.grad(lambda x: px.nn.compute_average_loss(x, global_batch_size=jnp.int32(4)))
+    assert gradient(jnp.ones(2)).tolist() == [0.25, 0.25]
+
+
+def test_a_replica_without_examples_adds_nothing() -> None:
+    assert float(px.nn.compute_average_loss(jnp.zeros(0))) == 0.0
+    assert float(px.nn.compute_average_loss(jnp.array([2, 4]))) == 3.0
 
 
 def test_not_in_a_scope() -> None:

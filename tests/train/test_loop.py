@@ -77,3 +77,13 @@ def test_early_ends_and_mistakes() -> None:
     for bad in (0, 1.5, True):
         with pytest.raises(ValueError, match="steps"):
             px.train.loop(step, iter([]), bad)  # type: ignore[arg-type]
+
+
+def test_steps_without_arrays() -> None:
+    total = px.Variable(0)
+    step = px.function(lambda text: total.assign_add(len(text)) + 0)
+    results = px.train.loop(step, iter(["ab", "ab", "ab"]), steps=3)
+    assert [int(x) for x in results] == [2, 4, 6]
+    assert int(total) == 6
+    results = px.train.loop(step, iter([np.str_("abc"), np.array(["abc"])]), steps=2)
+    assert [int(x) for x in results] == [9, 10]

@@ -22,6 +22,8 @@ from phalanx.core.errors import (
     InvalidValueError,
     RemoteDeviceError,
 )
+from phalanx.core.numbers import parse_digits
+from phalanx.core.showing import shown
 
 DeviceLike = Any
 """What may be written for a device: a device string, a `jax.Device` or a `LogicalDevice`."""
@@ -29,9 +31,9 @@ DeviceLike = Any
 
 _DEVICE = re.compile(
     r"^/?(?:job:(?P<job>[a-zA-Z0-9_]+)/?)?"
-    r"(?:replica:(?P<replica>\d+)/?)?"
-    r"(?:task:(?P<task>\d+)/?)?"
-    r"(?:device:)?(?:(?P<kind>[a-zA-Z]+)(?::(?P<index>\d+|\*))?)?$"
+    r"(?:replica:(?P<replica>[0-9]+)/?)?"
+    r"(?:task:(?P<task>[0-9]+)/?)?"
+    r"(?:device:)?(?:(?P<kind>[a-zA-Z]+)(?::(?P<index>[0-9]+|\*))?)?$"
 )
 
 _KIND_TO_PLATFORM = {"CPU": "cpu", "GPU": "gpu", "TPU": "tpu"}
@@ -67,16 +69,22 @@ def parse_device(text: str) -> DeviceSpec:
     if match is None or not text.strip():
         raise InvalidValueError(
             "This is not a device string. Write 'CPU:0', '/gpu:1' or "
-            f"'/job:worker/replica:0/task:0/device:GPU:0'. Received: {text!r}"
+            f"'/job:worker/replica:0/task:0/device:GPU:0'. Received: {shown(text)}"
         )
     parts = match.groupdict()
-    index = parts["index"]
     return DeviceSpec(
         job=parts["job"],
-        task=None if parts["task"] is None else int(parts["task"]),
+        task=_number(parts["task"], text),
         kind=None if parts["kind"] is None else parts["kind"].upper(),
-        index=None if index in (None, "*") else int(index),
+        index=None if parts["index"] == "*" else _number(parts["index"], text),
     )
+
+
+def _number(digits: str | None, text: str) -> int | None:
+    number = None if digits is None else parse_digits(digits)
+    if number is None and digits is not None:
+        raise InvalidValueError(f"A number in a device string is too long. Received: {shown(text)}")
+    return number
 
 
 def device_kind(device: jax.Device) -> str:
@@ -126,13 +134,13 @@ def resolve_device(device: DeviceLike) -> jax.Device:
     if not isinstance(device, str):
         raise InvalidTypeError(
             "A device must be a device string such as 'CPU:0' or a jax.Device. "
-            f"Received: {device!r} of type {type(device).__name__}"
+            f"Received: {shown(device)} of type {type(device).__name__}"
         )
     spec = parse_device(device)
     if spec.is_remote:
         raise RemoteDeviceError(
             "Devices of other tasks cannot be used from this process. Name local devices, as in "
-            f"'CPU:0'. Received: {device!r}"
+            f"'CPU:0'. Received: {shown(device)}"
         )
     kind = spec.kind or device_kind(local_devices()[0])
     known = local_devices(kind)
@@ -142,7 +150,7 @@ def resolve_device(device: DeviceLike) -> jax.Device:
     raise InvalidValueError(
         f"No such device. Devices that exist: {_existing()}. To get more CPU devices, call "
         "px.config.set_logical_device_configuration before JAX starts. "
-        f"Received: {device!r}"
+        f"Received: {shown(device)}"
     )
 
 
@@ -151,18 +159,28 @@ def resolve_devices(devices: Iterable[DeviceLike]) -> tuple[jax.Device, ...]:
     if isinstance(devices, str | jax.Device) or not isinstance(devices, Iterable):
         raise InvalidTypeError(
             "Devices must be given as a list of device strings or jax.Devices, as in "
-            f"['CPU:0', 'CPU:1']. Received: {devices!r}"
+            f"['CPU:0', 'CPU:1']. Received: {shown(devices)}"
         )
     listed = list(devices)
+    if not listed:
+        raise InvalidValueError(
+            "A strategy needs at least one device. Leave the argument out to use all devices. "
+            f"Received: {shown(devices)}"
+        )
     _check_not_mixed(listed)
     resolved = tuple(resolve_device(d) for d in listed)
     repeated = sorted({short_name(d) for d in resolved if resolved.count(d) > 1})
     if repeated:
         raise DuplicateDeviceError(
             f"Each replica needs a device of its own, but {', '.join(repeated)} was listed more "
-            f"than once. Received: {listed!r}"
+            f"than once. Received: {shown(listed)}"
         )
     return resolved
+
+
+def are_left_out(devices: Any) -> bool:
+    """Whether a list of devices was not given, or is empty, which means all of them."""
+    return devices is None or (isinstance(devices, list | tuple) and not devices)
 
 
 def default_devices() -> tuple[jax.Device, ...]:
@@ -186,7 +204,7 @@ def _check_not_mixed(devices: Sequence[DeviceLike]) -> None:
     if remote and len(remote) != len(devices):
         raise InvalidValueError(
             "Local and remote devices cannot be mixed in one strategy. List devices of this "
-            f"process only, as in ['CPU:0', 'CPU:1']. Received: {list(devices)!r}"
+            f"process only, as in ['CPU:0', 'CPU:1']. Received: {shown(list(devices))}"
         )
 
 
@@ -232,7 +250,7 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
         >>> px.config.list_physical_devices("CPU")
         [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
     """
-    kinds = [_checked_kind(device_type)] if device_type else list(_KIND_TO_PLATFORM)
+    kinds = _kinds(device_type)
     found: list[PhysicalDevice] = []
     for kind in kinds:
         count = 1 if kind == "CPU" else len(local_devices(kind))
@@ -248,7 +266,7 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
         >>> px.config.list_logical_devices("CPU")[0]
         LogicalDevice(name='/device:CPU:0', device_type='CPU')
     """
-    kinds = [_checked_kind(device_type)] if device_type else list(_KIND_TO_PLATFORM)
+    kinds = _kinds(device_type)
     return [
         LogicalDevice(f"/device:{kind}:{i}", kind)
         for kind in kinds
@@ -271,22 +289,24 @@ def set_logical_device_configuration(
     if not isinstance(device, PhysicalDevice):
         raise InvalidTypeError(
             "The first argument must be a PhysicalDevice from px.config.list_physical_devices. "
-            f"Received: {device!r}"
+            f"Received: {shown(device)}"
         )
     if device.device_type != "CPU":
         raise InvalidValueError(
-            f"JAX can split the CPU only, not a {device.device_type}. Received: {device!r}"
+            f"JAX can split the CPU only, not a {device.device_type}. Received: {shown(device)}"
         )
-    configs = [LogicalDeviceConfiguration()] if logical_devices is None else list(logical_devices)
-    if not configs or not all(isinstance(c, LogicalDeviceConfiguration) for c in configs):
+    given = isinstance(logical_devices, Iterable)
+    configs = list(logical_devices or []) if given else [LogicalDeviceConfiguration()]
+    whole = given or logical_devices is None
+    if not whole or not configs or not all(isinstance(c, LogicalDeviceConfiguration) for c in configs):
         raise InvalidValueError(
             "logical_devices must be a non-empty list of px.config.LogicalDeviceConfiguration(). "
-            f"Received: {logical_devices!r}"
+            f"Received: {shown(logical_devices)}"
         )
     if any(c != LogicalDeviceConfiguration() for c in configs):
         raise InvalidValueError(
             "CPU devices have no memory limit or priority of their own in JAX; leave both None. "
-            f"Received: {configs!r}"
+            f"Received: {shown(configs)}"
         )
     set_cpu_device_count(len(configs))
 
@@ -295,6 +315,11 @@ def get_logical_device_configuration(
     device: PhysicalDevice,
 ) -> list[LogicalDeviceConfiguration] | None:
     """The configuration that was set for a CPU, or None if none was."""
+    if not isinstance(device, PhysicalDevice):
+        raise InvalidTypeError(
+            "A PhysicalDevice from px.config.list_physical_devices is needed. "
+            f"Received: {shown(device)}"
+        )
     if device.device_type != "CPU" or cpu_device_count() == 1:
         return None
     return [LogicalDeviceConfiguration()] * cpu_device_count()
@@ -381,7 +406,12 @@ _FORCED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 def _forced_by_flags() -> int | None:
     flag = _FORCED.search(os.environ.get("XLA_FLAGS", ""))
-    return int(flag.group(1)) if flag else None
+    return parse_digits(flag.group(1)) if flag else None
+
+
+def _kinds(device_type: Any) -> list[str]:
+    every = device_type is None or (isinstance(device_type, str) and not device_type)
+    return list(_KIND_TO_PLATFORM) if every else [_checked_kind(device_type)]
 
 
 def _checked_kind(device_type: Any) -> str:
@@ -389,5 +419,5 @@ def _checked_kind(device_type: Any) -> str:
         return device_type.upper()
     raise InvalidValueError(
         f"device_type must be one of {', '.join(_KIND_TO_PLATFORM)}, or None for all. "
-        f"Received: {device_type!r}"
+        f"Received: {shown(device_type)}"
     )

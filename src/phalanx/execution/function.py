@@ -202,6 +202,8 @@ class Function:
             program = found[0].program
             if program is None or any(f.program is not program for f in found):
                 return None
+            if not found[0].arrays:  # nothing that a loop could go over
+                return None
             columns = zip(*(f.arrays for f in found), strict=True)
             return program.run_loop(found[0].variables, [list(column) for column in columns], use)
         finally:

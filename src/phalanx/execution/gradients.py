@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from phalanx.core import lifting
 from phalanx.core.errors import InvalidTypeError
+from phalanx.core.showing import shown
 from phalanx.core.values import Mirrored, PerReplica
 from phalanx.core.variables import Variable
 
@@ -45,13 +46,13 @@ def value_and_grad(
     if not listed or not all(isinstance(v, Variable) for v in listed):
         raise InvalidTypeError(
             "value_and_grad needs variables: a px.Variable, or a list or dict of them. For arrays use "
-            f"jax.value_and_grad. Received: {variables!r}"
+            f"jax.value_and_grad. Received: {shown(variables)}"
         )
     repeated = len({id(v) for v in listed}) != len(listed)
     if repeated:
         raise InvalidTypeError(f"A variable occurs twice. Received: {[v.name for v in listed]}")
     if not callable(fn):
-        raise InvalidTypeError(f"fn must be callable. Received: {fn!r}")
+        raise InvalidTypeError(f"fn must be callable. Received: {shown(fn)}")
 
     @functools.wraps(fn)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

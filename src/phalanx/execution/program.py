@@ -51,7 +51,7 @@ class Call:
         constants: list[_Constant | None] = []
         parts: list[Any] = []
         for x in flat:
-            if isinstance(x, jax.Array | np.ndarray | np.generic):
+            if _is_array(x):
                 if isinstance(x, jax.Array) and x.is_deleted():
                     raise deleted("An argument of a compiled function", x)
                 arrays.append(compat.movable(x))
@@ -83,6 +83,12 @@ class Call:
 @dataclass(frozen=True)
 class _Constant:
     value: Any
+
+
+def _is_array(x: Any) -> bool:
+    if isinstance(x, np.ndarray | np.generic):
+        return x.dtype.kind not in "USOmM"  # which JAX has not
+    return isinstance(x, jax.Array)
 
 
 def _is_ragged(x: Any) -> bool:

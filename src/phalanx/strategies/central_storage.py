@@ -11,6 +11,7 @@ from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps
 from phalanx.core.checks import first_by_name
 from phalanx.core.devices import (
     DeviceLike,
+    are_left_out,
     default_devices,
     device_kind,
     device_name,
@@ -51,12 +52,12 @@ class CentralStorageStrategy(Strategy):
         compute_devices: Sequence[DeviceLike] | None = None,
         parameter_device: DeviceLike | None = None,
     ) -> None:
-        if compute_devices:
-            devices = resolve_devices(compute_devices)
-        else:
+        if compute_devices is None or are_left_out(compute_devices):
             devices = default_devices()
             if device_kind(devices[0]) == "CPU":
                 devices = devices[:1]
+        else:
+            devices = resolve_devices(compute_devices)
         if parameter_device is not None:
             parameters = resolve_device(parameter_device)
         else:

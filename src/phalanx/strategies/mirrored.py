@@ -9,7 +9,13 @@ import jax
 
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
 from phalanx.core import context as ctx
-from phalanx.core.devices import DeviceLike, default_devices, device_name, resolve_devices
+from phalanx.core.devices import (
+    DeviceLike,
+    are_left_out,
+    default_devices,
+    device_name,
+    resolve_devices,
+)
 from phalanx.core.distributed_variables import CopiedVariable, MirroredVariable, SyncOnReadVariable
 from phalanx.core.strategy import Strategy
 from phalanx.core.synchronization import (
@@ -49,7 +55,10 @@ class MirroredStrategy(Strategy):
         devices: Sequence[DeviceLike] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
-        resolved = resolve_devices(devices) if devices else default_devices()
+        if devices is None or are_left_out(devices):
+            resolved = default_devices()
+        else:
+            resolved = resolve_devices(devices)
         super().__init__(MirroredExtended(self, resolved, cross_device_ops))
         _log.info(
             "%s with devices %s", type(self).__name__, ", ".join(device_name(d) for d in resolved)

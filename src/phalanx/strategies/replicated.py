@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from phalanx.core import compat, lifting
 from phalanx.core.errors import InvalidTypeError
+from phalanx.core.showing import shown
 from phalanx.core.structure import leaves
 from phalanx.core.values import check_count, place
 from phalanx.execution.compiled import in_compiled_run, run_compiled, run_inlined
@@ -35,7 +36,7 @@ class ReplicatedExtended(DistributesInput):
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise InvalidTypeError(
                 "cross_device_ops must be a px.CrossDeviceOps, such as px.NcclAllReduce(), or "
-                f"None. Received: {cross_device_ops!r}"
+                f"None. Received: {shown(cross_device_ops)}"
             )
         self._devices = devices
         self._cross_device_ops = cross_device_ops or ReductionToOneDevice()

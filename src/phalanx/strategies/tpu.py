@@ -6,6 +6,7 @@ from typing import Any
 
 from phalanx.core.devices import local_devices
 from phalanx.core.errors import NoTPUError, UnsupportedError
+from phalanx.core.showing import shown
 from phalanx.core.strategy import Strategy
 from phalanx.strategies.mirrored import MirroredExtended
 
@@ -29,12 +30,15 @@ class TPUStrategy(Strategy):
         experimental_device_assignment: Any = None,
         experimental_spmd_xla_partitioning: bool = False,
     ) -> None:
-        if experimental_device_assignment is not None or experimental_spmd_xla_partitioning:
+        if (
+            experimental_device_assignment is not None
+            or experimental_spmd_xla_partitioning is not False
+        ):
             raise UnsupportedError(
                 "TPUStrategy runs one replica per core. To split a replica over several cores, "
                 "use jax.sharding inside the step. Received: "
-                f"experimental_device_assignment={experimental_device_assignment!r}, "
-                f"experimental_spmd_xla_partitioning={experimental_spmd_xla_partitioning!r}"
+                f"experimental_device_assignment={shown(experimental_device_assignment)}, "
+                f"experimental_spmd_xla_partitioning={shown(experimental_spmd_xla_partitioning)}"
             )
         devices = tuple(local_devices("TPU"))
         if not devices:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from phalanx.core import lifting
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.errors import InvalidValueError
+from phalanx.core.numbers import check_integer
+from phalanx.core.showing import shown
 from phalanx.execution.gradients import value_and_grad
 
 
@@ -60,19 +61,15 @@ def accumulate_gradients(
 
 
 def _checked_count(batch: Any, micro_batches: Any) -> int:
-    try:
-        count = operator.index(micro_batches)
-    except TypeError:
-        raise InvalidTypeError(
-            f"micro_batches must be an integer. Received: {micro_batches!r}"
-        ) from None
+    count = check_integer(micro_batches, "micro_batches", 1, 2**31 - 1)
     arrays = jax.tree.leaves(batch)
     if not arrays or any(getattr(x, "ndim", 0) == 0 for x in arrays):
         raise InvalidValueError(
-            f"The batch must be arrays with examples along their leading dimension. Received: {batch!r}"
+            f"The batch must be arrays with examples along their leading dimension. "
+            f"Received: {shown(batch)}"
         )
     sizes = {x.shape[0] for x in arrays}
-    if count < 1 or len(sizes) != 1 or next(iter(sizes)) % count:
+    if len(sizes) != 1 or next(iter(sizes)) % count:
         raise InvalidValueError(
             f"The number of examples must be a multiple of micro_batches={count}, and the same in "
             f"every part of the batch. Received: {sorted(sizes)} examples"

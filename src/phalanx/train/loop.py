@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 from phalanx.core import pulls
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.execution.function import Function
 from phalanx.execution.taking import Taken
 
@@ -60,10 +61,14 @@ def loop(step: Function, iterator: Iterator[Any], steps: int) -> LoopResults:
     """
     if not isinstance(step, Function):
         raise InvalidTypeError(
-            f"loop needs a compiled step: decorate it with @px.function. Received: {step!r}"
+            f"loop needs a compiled step: decorate it with @px.function. Received: {shown(step)}"
         )
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise InvalidValueError(f"steps must be a positive integer. Received: {steps!r}")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < 2**31:
+        raise InvalidValueError(f"steps must be a positive integer. Received: {shown(steps)}")
+    if not isinstance(iterator, Iterable):
+        raise InvalidTypeError(
+            f"loop takes elements from an iterator, such as iter(dataset). Received: {shown(iterator)}"
+        )
     taken = _Elements(iterator)
     try:
         elements = [x if isinstance(x, tuple) else (x,) for x in taken.take(steps)]

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from phalanx.core import compat, lifting, transactions
-from phalanx.core.errors import InvalidValueError
+from phalanx.core.errors import InvalidTypeError, InvalidValueError, PhalanxError
+from phalanx.core.showing import shown
 from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
 from phalanx.core.variables import Variable
 
@@ -35,6 +36,8 @@ class Sum:
     """
 
     def __init__(self, name: str = "sum") -> None:
+        if not isinstance(name, str):
+            raise InvalidTypeError(f"The name of a metric must be a string. Received: {shown(name)}")
         self.name = name
         self._sum = _total(f"{name}/total")
 
@@ -144,11 +147,24 @@ def _weighted(values: Any, sample_weight: Any) -> tuple[jax.Array, jax.Array]:
     with compat.without_differentiation():
         if weights is None:
             return jnp.sum(array), jnp.float32(array.size)
-        weights = jnp.broadcast_to(weights, array.shape)
+        try:
+            weights = jnp.broadcast_to(weights, array.shape)
+        except ValueError as error:
+            raise InvalidValueError(
+                "sample_weight must broadcast to the shape of the values. "
+                f"Received: weights of shape {weights.shape} for values of shape {array.shape}"
+            ) from error
         return jnp.sum(array * weights), jnp.sum(weights)
 
 
 def _known(x: Any, dtype: Any = None) -> jax.Array:
     """An array to count: metrics have no derivatives, also where one is being computed."""
-    array: jax.Array = compat.primal_value(jnp.asarray(x, dtype))
+    try:
+        array: jax.Array = compat.primal_value(jnp.asarray(x, dtype))
+    except PhalanxError:
+        raise
+    except Exception as error:
+        raise InvalidTypeError(
+            f"A metric counts numbers: arrays or lists of them. Received: {shown(x)}"
+        ) from error
     return array

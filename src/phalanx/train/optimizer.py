@@ -130,7 +130,7 @@ class Optimizer:
             grads_and_vars: pairs of a gradient and its variable, as from ``zip``. Gradients may be
                 `px.IndexedSlices`.
         """
-        pairs = [(g, v) for g, v in grads_and_vars if g is not None]
+        pairs = [(g, v) for g, v in _checked_pairs(grads_and_vars) if g is not None]
         if not pairs:
             raise InvalidValueError("There is no gradient: all of them are None. Received: no pairs")
         variables = _checked_variables([v for _, v in pairs])
@@ -274,8 +274,33 @@ def _dense(gradient: Any, like: jax.Array) -> jax.Array:
     return jnp.asarray(gradient)
 
 
+def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    listed = list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    for pair in listed:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise InvalidTypeError(
+                "apply_gradients needs pairs of a gradient and its variable, as from "
+                f"zip(gradients, variables). Received: {shown(pairs)}"
+            )
+        gradient = pair[0]
+        if gradient is not None and not isinstance(gradient, IndexedSlices | DistributedValues):
+            try:
+                known = jnp.asarray(gradient)
+            except Exception as error:
+                raise InvalidTypeError(
+                    "A gradient must be an array, px.IndexedSlices or None. "
+                    f"Received: {shown(gradient)}"
+                ) from error
+            if jnp.shape(known) != getattr(pair[1], "shape", ()):
+                raise InvalidValueError(
+                    "A gradient must have the shape of its variable. "
+                    f"Received: a gradient of shape {jnp.shape(known)} for {shown(pair[1])}"
+                )
+    return listed
+
+
 def _checked_variables(variables: Sequence[Any]) -> list[Variable]:
-    listed = list(variables)
+    listed = list(variables) if isinstance(variables, Iterable) else []
     if not listed or not all(isinstance(v, Variable) for v in listed):
         raise InvalidTypeError(f"A list of px.Variable is needed. Received: {shown(variables)}")
     if len({id(v) for v in listed}) != len(listed):
