@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 
-from phalanx.core import private
+from phalanx.core import compat, private
 from phalanx.core.errors import UnimplementedError
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def outcome() -> Any:
     order = json.dumps([list(OPTIONAL.items()), list(NEEDED.items())])
     command = [sys.executable, "-W", "error", str(PROGRAM)]
     done = subprocess.run(
-        command, check=False, input=order, capture_output=True, text=True, timeout=120
+        command, check=False, input=order, capture_output=True, text=True, timeout=300
     )
     assert not done.returncode, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -122,3 +123,15 @@ def test_a_missing_name_fails_however_it_is_used() -> None:
         with pytest.raises(UnimplementedError, match=r"Something needs jax\._src\.core\.no_such_name"):
             use()
     assert not hasattr(missing, "__wrapped__")
+
+
+def test_the_parts_of_a_scan_are_counted_in_programs_of_any_version() -> None:
+    def scan(a: jax.Array, x: jax.Array) -> Any:
+        return jax.lax.scan(lambda carry, row: ((carry[0] + a, row), row), (x[0], x[0]), x)
+
+    *_, eqn = (
+        e for e in jax.make_jaxpr(scan)(1.0, jax.numpy.zeros(3)).eqns if e.primitive.name == "scan"
+    )
+    assert compat.scan_counts(eqn) == (1, 2)
+    with pytest.raises(UnimplementedError, match="the parameter num_consts of scan"):
+        compat.scan_counts(SimpleNamespace(params={}))

@@ -400,7 +400,9 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many constants, and how many values that it carries, a scan has: its first inputs."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.11
+    if "ft_in" not in eqn.params:  # which is how JAX says it since 0.11
+        Missing("the parameter num_consts of scan", _READING).fail()
+    consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carry)
 
 
