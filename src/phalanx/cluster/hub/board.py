@@ -19,7 +19,7 @@ from phalanx.cluster.hub import fields, joining, waits
 from phalanx.cluster.hub.agreement import MOST_CODES, Agreement
 from phalanx.cluster.hub.facts import Failure, Task, describe_exit, shorten
 from phalanx.cluster.hub.progress import Progress, Seat, describe_place
-from phalanx.cluster.hub.questions import STACK_PATIENCE, Out, Questions, StackRequest
+from phalanx.cluster.hub.questions import STACK_PATIENCE, Out, Questions, StackRequest, heard
 from phalanx.cluster.hub.waits import Want
 from phalanx.core.errors import InvalidValueError
 
@@ -163,7 +163,7 @@ class Board:
             if kind == "stacks":
                 return self._ask_stacks(peer, message, now)
             if seat is None or seat.is_gone:
-                return [(peer, _heard(message))] if kind == "leave" else []
+                return [(peer, heard(message))] if kind == "leave" else []
             handlers = {
                 "status": self._status,
                 "post": self._post,
@@ -336,7 +336,7 @@ class Board:
         kind, text = fields.label(message, "kind"), fields.text(message, "text")
         out = self._fail(Failure(kind, text, str(seat.task)))
         if message.get("request") is not None and seat.peer is not None:
-            out.append((seat.peer, _heard(message)))
+            out.append((seat.peer, heard(message)))
         return out
 
     def _broken(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
@@ -349,7 +349,7 @@ class Board:
         seat.state = "left"
         seat.status = {**seat.status, "phase": "done"}
         out: list[Out] = [(None, {"type": "left", "worker": str(seat.task)})]
-        out.append((seat.peer, _heard(message)))
+        out.append((seat.peer, heard(message)))
         return out + self._settle(now)
 
     def _deadline(self, seat: Seat, message: Mapping[str, Any], now: float) -> list[Out]:
@@ -496,7 +496,3 @@ class Board:
 
     def _joined(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.state == "joined"]
-
-
-def _heard(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "heard", "request": message.get("request")}

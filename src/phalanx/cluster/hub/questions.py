@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.cluster.hub.progress import Seat
 
-__all__ = ["STACK_PATIENCE", "Out", "Questions", "StackRequest"]
+__all__ = ["STACK_PATIENCE", "Out", "Questions", "StackRequest", "heard"]
 
 STACK_PATIENCE = 5.0
 """For how many seconds members may be asked for their stacks before the rest must do without."""
@@ -80,3 +80,8 @@ class Questions:
                 request.texts[str(self._seats[rank].task)] = "It did not answer in time."
             over.append(self._open.pop(number))
         return over
+
+
+def heard(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to a message that needs no other."""
+    return {"type": "heard", "request": message.get("request")}
