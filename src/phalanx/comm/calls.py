@@ -24,6 +24,7 @@ from phalanx.core import compat
 from phalanx.core.callsite import caller
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core.interrupts import uninterrupted
 from phalanx.core.operators import ArrayOperators, operand_of
 
 Outcome = tuple[Any, Handle | None]
@@ -173,7 +174,9 @@ class Call:
 
         lane = world.lane(self.group.members)
         if not self.async_op:
-            with wait.blocking():
+            # An interrupt in the middle would leave the connections in the middle of something. It
+            # waits until the operation has ended, or until nothing has moved for a moment.
+            with uninterrupted(), wait.blocking():
                 ran, result = lane.try_now(run)
             return (result if ran else self._wait(lane, run, wait).result()), None
         handle = Handle(lane.submit(run), self.site, world.check, wait=wait.blocking)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from phalanx.core.errors import DeadlineExceededError, InvalidValueError
+from phalanx.core.interrupts import uninterrupted
 from phalanx.core.operators import ArrayOperators
 
 _LOOK = 0.2  # seconds between looks at whether the job has failed
@@ -91,7 +92,8 @@ class Handle:
                     f"The operation that was launched at {self._site} has not finished within "
                     f"{timeout:g} seconds. It goes on. Received: timeout={timeout!r}"
                 )
-            wait_for_futures([self._future], left)
+            with uninterrupted():  # futures are not made to be interrupted
+                wait_for_futures([self._future], left)
             if self._check is not None and not self._future.done():
                 self._check()
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from phalanx.core.interrupts import uninterrupted
+
 T = TypeVar("T")
 
 
@@ -43,7 +45,7 @@ class Lane:
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` in the lane's thread when everything before it is done."""
         future: Future[T] = Future()
-        with self._changed:
+        with uninterrupted(), self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name=f"phalanx-comm-{self._name}", daemon=True

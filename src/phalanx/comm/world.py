@@ -35,6 +35,7 @@ from phalanx.comm.links import Address, Links
 from phalanx.comm.mailbox import Mailbox
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import InvalidValueError, PhalanxError, UnauthenticatedError
+from phalanx.core.interrupts import let_handlers_run
 from phalanx.execution.meetings import Ledger, Meeting
 from phalanx.execution.throttle import THROTTLE
 
@@ -89,7 +90,8 @@ class World:
     # -- the job ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the job's failure if there is one."""
+        """Raise the job's failure if there is one, and what a signal handler has to raise."""
+        let_handlers_run()
         if self._connection is not None:
             self._connection.member.check()
 

@@ -81,7 +81,7 @@ class uninterrupted:  # noqa: N801 - reads as a statement
         >>> _ = signal.signal(signal.SIGUSR1, before)
     """
 
-    __slots__ = ("_delayed", "late")
+    __slots__ = ("_delayed", "_outer", "late")
 
     def __init__(self) -> None:
         self.late: dict[int, FrameType | None] | None = None
@@ -91,6 +91,8 @@ class uninterrupted:  # noqa: N801 - reads as a statement
         if _thread.get_ident() != threading.main_thread().ident:
             return
         self.late = {}
+        self._outer = _MainThread.section
+        _MainThread.section = self
         try:
             for number in compress(_NUMBERS, map(callable, map(_signal.getsignal, _NUMBERS))):
                 handler = _signal.getsignal(number)
@@ -114,6 +116,7 @@ class uninterrupted:  # noqa: N801 - reads as a statement
             self._end()
 
     def _end(self) -> None:
+        _MainThread.section = self._outer
         late, self.late = self.late, None  # from here on handlers run
         try:
             for number, delayed in self._delayed.items():
@@ -121,6 +124,27 @@ class uninterrupted:  # noqa: N801 - reads as a statement
                     _signal.signal(number, delayed.handler)
         finally:
             _run([(self._delayed[n].handler, n, frame) for n, frame in (late or {}).items()])
+
+
+class _MainThread:
+    section: uninterrupted | None = None  # the innermost one
+
+
+def let_handlers_run() -> None:
+    """Run the handlers that wait, at a place in a section where everything is in order.
+
+    For sections that may take long: what a handler raises is raised here.
+    """
+    section = _MainThread.section
+    if section is None or _thread.get_ident() != threading.main_thread().ident:
+        return
+    waiting: list[tuple[Handler, int, FrameType | None]] = []
+    while section is not None:  # the outermost has replaced the handlers
+        if section.late:
+            late, section.late = section.late, {}
+            waiting += [(section._delayed[n].handler, n, frame) for n, frame in late.items()]
+        section = section._outer
+    _run(waiting)
 
 
 def _run(late: list[tuple[Handler, int, FrameType | None]]) -> None:
