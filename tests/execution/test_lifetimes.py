@@ -225,3 +225,22 @@ def test_arguments_that_are_values_are_told_apart_by_value() -> None:
     for scale in (2, 2, 3, 2.0, 2):
         assert float(step(jnp.float32(1.0), scale, "".join(["na", "me"]))) == scale
     assert step.trace_count == 3
+
+
+def test_variables_that_a_step_does_not_use_are_not_kept_and_may_end() -> None:
+    strategy = px.MirroredStrategy(DEVICES[:2])
+    with strategy.scope():
+        used, other = px.train.Mean(), px.train.Mean()
+    gone = weakref.ref(other.variables[0])
+
+    @px.function
+    def step() -> None:
+        strategy.run(lambda: used.update_state(2.0))
+
+    step()
+    del other
+    gc.collect()
+    assert gone() is None
+    step()
+    assert step.trace_count == 1  # another worker has perhaps not collected its garbage yet
+    assert float(used.result()) == 2.0

@@ -386,6 +386,12 @@ def calls_python(jaxpr: Any) -> bool:
     return any(calls_python(inner) for eqn in jaxpr.eqns for inner in sub_jaxprs(eqn))
 
 
+def without_unused(closed: Any) -> tuple[Any, list[bool]]:
+    """A closed jaxpr without what its results do not need, and for each input whether it is needed."""
+    jaxpr, needed = _pe.dce_jaxpr(closed.jaxpr, True)
+    return _core.ClosedJaxpr(jaxpr, closed.consts), needed
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an atom of a jaxpr is a constant rather than a variable."""
     return isinstance(atom, _Literal)

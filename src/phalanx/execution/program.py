@@ -129,10 +129,14 @@ class Program:
         self.jaxpr = closed.jaxpr
         self.name = name
         self._result = result
-        new, old = list(used.written), [v for v in used.read if v not in used.written]
+        # What is read is not always needed: a run takes in all variables of its strategy that are
+        # synchronized on read. The program must not end with them.
+        pruned, needed = compat.without_unused(closed)
+        position = {v: i for i, v in enumerate(variables)}
+        new = list(used.written)
+        old = [v for v in used.read if v not in used.written and needed[position[v]]]
         # Variables belong to the caller, and hold their strategies: here they are kept by nobody.
         self._written, self._read = _references(new), _references(old)
-        position = {v: i for i, v in enumerate(variables)}
         written, read = [position[v] for v in new], [position[v] for v in old]
         total = len(variables)
 
@@ -142,7 +146,8 @@ class Program:
                 inputs[i] = x
             for i, x in zip(read, old, strict=True):
                 inputs[i] = x
-            outputs = compat.eval_jaxpr(closed, inputs)
+            inputs = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
+            outputs = compat.eval_jaxpr(pruned, inputs)
             count = len(outputs) - len(written)
             return (outputs[:count], outputs[count:]), jnp.int32(0)
 
