@@ -373,9 +373,7 @@ def eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
 
 def used_part(jaxpr: Any) -> Any:
     """A jaxpr without inputs and equations that its results do not need, as far as JAX can tell."""
-    if isinstance(_without_dead_code, Missing):
-        return jaxpr
-    return _without_dead_code(jaxpr, True)[0]
+    return jaxpr if isinstance(_without_dead_code, Missing) else _without_dead_code(jaxpr, True)[0]
 
 
 def calls_python(jaxpr: Any) -> bool:
@@ -388,8 +386,10 @@ def calls_python(jaxpr: Any) -> bool:
 
 def without_unused(closed: Any) -> tuple[Any, list[bool]]:
     """A closed jaxpr without what its results do not need, and for each input whether it is needed."""
-    jaxpr, needed = _pe.dce_jaxpr(closed.jaxpr, True)
-    return _core.ClosedJaxpr(jaxpr, closed.consts), needed
+    if isinstance(_without_dead_code, Missing):
+        return closed, [True] * len(closed.jaxpr.invars)
+    jaxpr, needed = _without_dead_code(closed.jaxpr, True)
+    return closed.replace(jaxpr=jaxpr), needed
 
 
 def is_literal(atom: Any) -> bool:
