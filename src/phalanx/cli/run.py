@@ -26,6 +26,7 @@ from phalanx.cluster.launch.policy import Patience
 from phalanx.cluster.launch.remote import shell_text
 from phalanx.cluster.launch.resolve import RESOLVERS, resolved_config
 from phalanx.core.errors import InvalidValueError, NotFoundError
+from phalanx.core.showing import shown
 
 __all__ = ["add_run_parser", "run"]
 
@@ -159,7 +160,7 @@ def _program(options: argparse.Namespace) -> tuple[list[str], str]:
         )
     script = options.script[1:] if options.script[0] == "--" else options.script
     if options.hosts is None and not Path(script[0]).exists():
-        raise NotFoundError(f"There is no such file. Received: {script[0]!r}")
+        raise NotFoundError(f"There is no such file. Received: {shown(script[0])}")
     return [python, *script], Path(script[0]).name
 
 
@@ -191,7 +192,7 @@ def _extra_environment(words: list[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if not name or not (equals or name in os.environ):
             raise InvalidValueError(
-                f"A variable is NAME=VALUE, or the name of one that is set. Received: {word!r}"
+                f"A variable is NAME=VALUE, or the name of one that is set. Received: {shown(word)}"
             )
         extra[name] = value if equals else os.environ[name]
     return extra
@@ -223,7 +224,7 @@ def _become_task(options: argparse.Namespace, argv: list[str]) -> int:
             os.execvpe(argv[0], argv, task_environment({**os.environ, **extra}, **settings))
         except OSError as error:
             raise NotFoundError(
-                f"The interpreter cannot be started: {error.strerror}. Received: {argv[0]!r}"
+                f"The interpreter cannot be started: {error.strerror}. Received: {shown(argv[0])}"
             ) from error
     print(shell_text(argv, task_environment(extra, **settings), os.getcwd()))
     return 0

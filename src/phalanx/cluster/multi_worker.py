@@ -47,7 +47,7 @@ def normalize_cluster_spec(cluster_spec: ClusterLike) -> ClusterSpec:
     if not isinstance(cluster_spec, Mapping | ClusterDef):
         raise _NotAClusterError(
             "`cluster_spec` must be a ClusterSpec, a ClusterDef or a dict, for example "
-            f"{{'worker': ['host0:2222']}}. Received: {cluster_spec!r}"
+            f"{{'worker': ['host0:2222']}}. Received: {shown(cluster_spec)}"
         )
     return ClusterSpec(cluster_spec)  # type: ignore[arg-type]
 
@@ -73,13 +73,13 @@ def validate_cluster_spec(
     for job in (_CHIEF, _EVALUATOR):
         if task_count(cluster, job) > 1:
             raise InvalidValueError(
-                f"A cluster has at most one task in job {job!r}. Received: {cluster}"
+                f"A cluster has at most one task in job {shown(job)}. Received: {cluster}"
             )
     if task_type is None:
         return cluster
     if task_type not in _JOBS or (task_type not in cluster.jobs and task_type != _EVALUATOR):
         raise InvalidValueError(
-            f"`task_type` must be a job of the cluster, {cluster.jobs}. Received: {task_type!r}"
+            f"`task_type` must be a job of the cluster, {cluster.jobs}. Received: {shown(task_type)}"
         )
     if task_type in cluster.jobs:
         indices = cluster.task_indices(task_type)
@@ -133,7 +133,7 @@ def worker_count(cluster_spec: ClusterLike, task_type: str) -> int:
     if task_type not in (_CHIEF, _WORKER):
         raise InvalidValueError(
             f"Only the tasks of {_CHIEF!r}, {_WORKER!r} and {_EVALUATOR!r} train or evaluate. "
-            f"Received: task_type={task_type!r}"
+            f"Received: task_type={shown(task_type)}"
         )
     _check_no_gaps(cluster)
     return task_count(cluster, _CHIEF) + task_count(cluster, _WORKER)
@@ -153,7 +153,7 @@ def id_in_cluster(cluster_spec: ClusterLike, task_type: str, task_id: int) -> in
     if task_type != _WORKER:
         raise InvalidValueError(
             f"Tasks of type {task_type!r} have no number among the workers. Use 'chief', 'worker' or "
-            f"'evaluator'. Received: task_type={task_type!r}"
+            f"'evaluator'. Received: task_type={shown(task_type)}"
         )
     _check_no_gaps(cluster)
     return task_id + task_count(cluster, _CHIEF)

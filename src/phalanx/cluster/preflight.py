@@ -16,6 +16,7 @@ from phalanx.cluster.multi_worker import id_in_cluster, validate_cluster_spec
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.core.errors import ClusterEnvironmentError, DuplicateTaskError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = [
     "Place",
@@ -73,13 +74,13 @@ def find_place(resolver: ClusterResolver) -> Place:
     if task_type is None or task_id is None:
         raise InvalidValueError(
             "The resolver must know which task this process is. Give task_type and task_id, or the key "
-            f"'task' in TF_CONFIG. Received: task_type={task_type!r}, task_id={task_id!r}"
+            f"'task' in TF_CONFIG. Received: task_type={shown(task_type)}, task_id={shown(task_id)}"
         )
     validate_cluster_spec(cluster, task_type, task_id)
     if task_type not in ("chief", "worker"):
         raise InvalidValueError(
             "Only tasks of type 'chief' and 'worker' train together over several processes. "
-            f"Received: task_type={task_type!r}"
+            f"Received: task_type={shown(task_type)}"
         )
     tasks = training_tasks(cluster)
     check_addresses(tasks)
@@ -101,7 +102,7 @@ def check_addresses(tasks: Sequence[Task]) -> None:
         sharing = ", ".join(str(task) for task in tasks if task.address == repeated[0])
         raise DuplicateTaskError(
             f"Each task needs an address of its own, but {sharing} have the same. "
-            f"Received: {repeated[0]!r}"
+            f"Received: {shown(repeated[0])}"
         )
     local = [task for task in tasks if is_loopback(hosts[task])]
     if local and len(local) < len(tasks):
@@ -135,7 +136,7 @@ def resolve(host: str) -> list[str]:
     except OSError as error:
         raise ClusterEnvironmentError(
             f"The name of a machine is not known here: {error.strerror or error}. Check the spelling, "
-            f"and that the name server has it. Received: {host!r}"
+            f"and that the name server has it. Received: {shown(host)}"
         ) from error
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from phalanx.cluster.launch.jobs import runtime_folder
 from phalanx.core.errors import ClusterEnvironmentError, PermissionDeniedError
+from phalanx.core.showing import shown
 
 __all__ = ["find_token", "own_token"]
 
@@ -45,6 +46,6 @@ def own_token(folder: Path) -> str:
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or len(token) < _SHORTEST:
         raise PermissionDeniedError(
             "The file with your token must belong to you, nobody else may read it, and it must hold a "
-            f"long random text. Remove it, and it is made again. Received: {str(path)!r}"
+            f"long random text. Remove it, and it is made again. Received: {shown(str(path))}"
         )
     return token

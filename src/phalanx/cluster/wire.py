@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.core.errors import InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["bytes_field", "fields", "int32", "int_field"]
 
@@ -94,5 +95,5 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
 def _broken(data: bytes) -> InvalidValueError:
     return InvalidValueError(
         "The bytes are not a serialized message. Use what `SerializeToString` returned. "
-        f"Received: {len(data)} bytes, {data[:40]!r}"
+        f"Received: {len(data)} bytes, {shown(data[:40])}"
     )

@@ -23,6 +23,7 @@ from phalanx.core.errors import InvalidTypeError, InvalidValueError, Unsupported
 from phalanx.core.indexed_slices import IndexedSlices, reduce_slices
 from phalanx.core.options import CommunicationOptions, as_communication_options
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op, check_alike, divide
+from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica, place
 from phalanx.core.variables import Variable
@@ -211,7 +212,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
     ) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
-            raise InvalidTypeError(f"accumulation_fn must be callable. Received: {accumulation_fn!r}")
+            raise InvalidTypeError(
+                f"accumulation_fn must be callable. Received: {shown(accumulation_fn)}"
+            )
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn or programs.add_n
 
@@ -384,7 +387,7 @@ def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     checked = list(pairs)
     if not all(isinstance(p, list | tuple) and len(p) == 2 for p in checked):
         raise InvalidValueError(
-            f"batch_reduce needs a list of (value, destinations) pairs. Received: {pairs!r}"
+            f"batch_reduce needs a list of (value, destinations) pairs. Received: {shown(pairs)}"
         )
     return checked
 

@@ -17,6 +17,7 @@ from phalanx.comm.calls import Outcome
 from phalanx.comm.groups import Group
 from phalanx.comm.reductions import Reduction
 from phalanx.core.errors import InvalidValueError
+from phalanx.core.showing import shown
 
 
 class Replicas(Protocol):
@@ -91,7 +92,7 @@ def checked_group(group: Any) -> Group:
     found, count = groups.find(group), groups.world_size()
     if max(found.ranks) >= count:
         raise InvalidValueError(
-            f"Inside of strategy.run the ranks are the {count} replicas. Received: {found!r}"
+            f"Inside of strategy.run the ranks are the {count} replicas. Received: {shown(found)}"
         )
     return found
 

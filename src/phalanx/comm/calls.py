@@ -26,6 +26,7 @@ from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.interrupts import uninterrupted
 from phalanx.core.operators import ArrayOperators, operand_of
+from phalanx.core.showing import shown
 
 Outcome = tuple[Any, Handle | None]
 """What functional operations return: the result, and a handle if they were asked for one."""
@@ -42,7 +43,7 @@ def as_array(x: Any, what: str = "The tensor") -> Any:
         if not compat.is_key_array(x) and kind_of(x.dtype):
             return x
     raise InvalidTypeError(
-        f"{what} must be an array of numbers or a px.Variable. Received: {x!r} of type "
+        f"{what} must be an array of numbers or a px.Variable. Received: {shown(x)} of type "
         f"{type(x).__name__}"
     )
 
@@ -51,7 +52,8 @@ def as_arrays(xs: Any, count: int, what: str) -> list[Any]:
     """A list of one array per rank, all of one dtype."""
     if not isinstance(xs, Sequence) or isinstance(xs, str) or len(xs) != count:
         raise InvalidValueError(
-            f"{what} must be a list of {count} arrays, one for each rank of the group. Received: {xs!r}"
+            f"{what} must be a list of {count} arrays, one for each rank of the group. "
+            f"Received: {shown(xs)}"
         )
     arrays = [as_array(x, what) for x in xs]
     if len({jnp.dtype(x.dtype) for x in arrays}) > 1:
@@ -222,7 +224,7 @@ class Call:
 def begin(name: str, group: Any, async_op: Any, arrays: Sequence[Any] = ()) -> Call | None:
     """The call of an operation; None if this process is no member of the group."""
     if not isinstance(async_op, bool):
-        raise InvalidTypeError(f"async_op must be True or False. Received: {async_op!r}")
+        raise InvalidTypeError(f"async_op must be True or False. Received: {shown(async_op)}")
     found = groups.find(group)
     me = groups.get_rank(found)
     if me < 0:

@@ -21,6 +21,7 @@ from phalanx.comm.in_place import check_buffer, filled, write
 from phalanx.comm.messages import recv, recv_, send
 from phalanx.comm.reductions import ReduceOp
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 GroupLike = Group | str | None
 
@@ -197,7 +198,9 @@ def new_subgroups(group_size: int, group: GroupLike = None) -> tuple[Group | Non
     """
     ranks = groups.get_process_group_ranks(group)
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-        raise InvalidTypeError(f"group_size must be a whole number from 1. Received: {group_size!r}")
+        raise InvalidTypeError(
+            f"group_size must be a whole number from 1. Received: {shown(group_size)}"
+        )
     if len(ranks) % group_size:
         raise InvalidValueError(
             f"The {len(ranks)} ranks must be divisible by group_size. Received: {group_size}"

@@ -80,7 +80,7 @@ def init(cluster_resolver: ClusterResolver | None = None, timeout: float | None 
     if not isinstance(resolver, ClusterResolver):
         raise InvalidTypeError(
             "cluster_resolver must be a px.cluster_resolver.ClusterResolver or None. "
-            f"Received: {cluster_resolver!r}"
+            f"Received: {shown(cluster_resolver)}"
         )
     with _lock:
         if not workers._connected and _worker_count(resolver) > 1:
@@ -159,9 +159,10 @@ def find(group: Any) -> Group:
         return _groups[group]
     if isinstance(group, str | Group):
         raise NotFoundError(
-            f"There is no such group; known are {[WORLD_COMM_GROUP, *_groups]}. Received: {group!r}"
+            f"There is no such group; known are {[WORLD_COMM_GROUP, *_groups]}. "
+            f"Received: {shown(group)}"
         )
-    raise InvalidTypeError(f"group must be a Group, its name, or None. Received: {group!r}")
+    raise InvalidTypeError(f"group must be a Group, its name, or None. Received: {shown(group)}")
 
 
 def create_group(name: str, ranks: Sequence[int]) -> Group:
@@ -172,13 +173,13 @@ def create_group(name: str, ranks: Sequence[int]) -> Group:
         ranks: the ranks of the members in the world, in the order that the group shall have.
     """
     if not isinstance(name, str) or not name:
-        raise InvalidTypeError(f"The name of a group must be a text. Received: {name!r}")
+        raise InvalidTypeError(f"The name of a group must be a text. Received: {shown(name)}")
     group = Group(name, check_ranks(ranks))
     with _lock:
         known = _groups.setdefault(name, group)
     if known.ranks != group.ranks or name == WORLD_COMM_GROUP:
         raise InvalidValueError(
-            f"There is a group {name!r} already, of other ranks. Received: {list(ranks)}"
+            f"There is a group {shown(name)} already, of other ranks. Received: {list(ranks)}"
         )
     return known
 
@@ -203,7 +204,7 @@ def destroy_group(group: Group | str) -> None:
         return  # by another replica
     found = find(group)
     if found.name == WORLD_COMM_GROUP:
-        raise InvalidValueError(f"The world cannot be destroyed as a group. Received: {group!r}")
+        raise InvalidValueError(f"The world cannot be destroyed as a group. Received: {shown(group)}")
     with _lock:
         found.destroyed.append(True)
         _groups.pop(found.name, None)

@@ -13,6 +13,7 @@ from typing import Any
 from phalanx.core.errors import DeadlineExceededError, InvalidValueError
 from phalanx.core.interrupts import uninterrupted
 from phalanx.core.operators import ArrayOperators
+from phalanx.core.showing import shown
 
 _LOOK = 0.2  # seconds between looks at whether the job has failed
 
@@ -90,7 +91,7 @@ class Handle:
             if left < 0:
                 raise DeadlineExceededError(
                     f"The operation that was launched at {self._site} has not finished within "
-                    f"{timeout:g} seconds. It goes on. Received: timeout={timeout!r}"
+                    f"{timeout:g} seconds. It goes on. Received: timeout={shown(timeout)}"
                 )
             with uninterrupted():  # futures are not made to be interrupted
                 wait_for_futures([self._future], left)
@@ -113,7 +114,7 @@ class Handle:
         """The rank that a received message came from; waits for it."""
         self.result()
         if self._source is None:
-            raise InvalidValueError(f"Only handles of receives have a source. Received: {self!r}")
+            raise InvalidValueError(f"Only handles of receives have a source. Received: {shown(self)}")
         return self._source()
 
     def following(self, future: Future[Any]) -> Handle:

@@ -20,6 +20,7 @@ from phalanx.comm.operations import GroupLike, Op
 from phalanx.comm.reductions import ReduceOp
 from phalanx.comm.replicas_eager import OwnHandle
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.core.variables import Variable
 
 
@@ -217,7 +218,7 @@ def check_buffer(
     if not isinstance(buffer, np.ndarray | Variable):
         raise InvalidTypeError(
             "A buffer must be a NumPy array or a px.Variable; other arrays cannot be written. The "
-            f"functions without an underscore return the result instead. Received: {buffer!r}"
+            f"functions without an underscore return the result instead. Received: {shown(buffer)}"
         )
     inside = groups.replica()
     if isinstance(buffer, np.ndarray) and inside is not None and inside.compiled:
@@ -241,7 +242,7 @@ def check_buffers(buffers: Any, group: GroupLike, dtype: Any) -> None:
     count = groups.get_group_size(group)
     if not isinstance(buffers, Sequence) or len(buffers) != count:
         raise InvalidValueError(
-            f"There must be a list of {count} buffers, one for each rank. Received: {buffers!r}"
+            f"There must be a list of {count} buffers, one for each rank. Received: {shown(buffers)}"
         )
     for buffer in buffers:
         check_buffer(buffer, None, dtype)

@@ -131,7 +131,7 @@ class P2POp:
         found = known.get(op) if isinstance(op, str) else op
         if found not in known.values():
             raise InvalidValueError(
-                f"op must be px.comm.isend, px.comm.irecv or px.comm.irecv_. Received: {op!r}"
+                f"op must be px.comm.isend, px.comm.irecv or px.comm.irecv_. Received: {shown(op)}"
             )
         self.op, self.tensor, self.peer, self.group, self.tag = found, tensor, peer, group, tag
 
@@ -143,10 +143,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Handle]:
     """
     if not isinstance(p2p_op_list, Sequence) or not p2p_op_list:
         raise InvalidValueError(
-            f"p2p_op_list must be a list of at least one P2POp. Received: {p2p_op_list!r}"
+            f"p2p_op_list must be a list of at least one P2POp. Received: {shown(p2p_op_list)}"
         )
     if not all(isinstance(p, P2POp) for p in p2p_op_list):
-        raise InvalidTypeError(f"p2p_op_list must be a list of P2POp. Received: {p2p_op_list!r}")
+        raise InvalidTypeError(f"p2p_op_list must be a list of P2POp. Received: {shown(p2p_op_list)}")
     handles: list[Handle] = []
     for p in p2p_op_list:
         outcome = p.op(p.tensor, p.peer, p.group, p.tag)  # type: ignore[misc]
@@ -170,7 +170,7 @@ def _begin(name: str, group: GroupLike, tag: Any, peer: Any, what: str, x: Any) 
     if call is not None and peer == groups.world().rank:
         raise InvalidValueError(f"{what} must be another rank than this process. Received: {peer}")
     if call is not None and len(call.group) == 1:
-        raise InvalidValueError(f"{name} needs a group of at least two. Received: {call.group!r}")
+        raise InvalidValueError(f"{name} needs a group of at least two. Received: {shown(call.group)}")
     return call
 
 

@@ -107,7 +107,7 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: GroupLike
     """Replace the items of every rank's list by those of rank `src`; the lengths must be the same."""
     check_place("broadcast_object_list")
     if not isinstance(object_list, list):
-        raise InvalidTypeError(f"object_list must be a list. Received: {object_list!r}")
+        raise InvalidTypeError(f"object_list must be a list. Received: {shown(object_list)}")
     found = groups.find(group)
     groups.check_rank(src, "src", found)
     is_source = groups.own_rank() == src
@@ -133,7 +133,7 @@ def scatter_object_list(objects: Sequence[Any] | None, src: int = 0, group: Grou
     if groups.own_rank() == src:
         if not isinstance(objects, Sequence) or len(objects) != len(found):
             raise InvalidValueError(
-                f"Rank {src} must give a list of {len(found)} objects. Received: {objects!r}"
+                f"Rank {src} must give a list of {len(found)} objects. Received: {shown(objects)}"
             )
         blocks = [packed(o) for o in objects]
         problems = [b for b in blocks if _is_problem(b)]

@@ -17,6 +17,7 @@ from phalanx.comm.calls import Outcome, as_array, as_arrays, kind
 from phalanx.comm.groups import Group
 from phalanx.comm.reductions import as_reduction, check_dtype
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 GroupLike = Group | str | None
 Op = Any
@@ -198,7 +199,9 @@ def all_to_all_single(
 def barrier(group: GroupLike, async_op: bool, timeout: float | None) -> Any:
     """See `functional.barrier`."""
     if timeout is not None and not timeout > 0:
-        raise InvalidValueError(f"timeout must be a positive number of seconds. Received: {timeout!r}")
+        raise InvalidValueError(
+            f"timeout must be a positive number of seconds. Received: {shown(timeout)}"
+        )
     replicas = replicas_of("barrier", group, async_op)
     if replicas is not None:
         return replicas.barrier()[1]
@@ -224,7 +227,7 @@ def _check_divisible(x: Any, count: int) -> None:
 
 def _splits(sizes: Any, count: int, total: int | None) -> list[int]:
     if not isinstance(sizes, Sequence | np.ndarray) or isinstance(sizes, str):
-        raise InvalidTypeError(f"Split sizes must be a list of whole numbers. Received: {sizes!r}")
+        raise InvalidTypeError(f"Split sizes must be a list of whole numbers. Received: {shown(sizes)}")
     found = [int(n) for n in sizes]
     if len(found) != count or min(found) < 0 or (total is not None and sum(found) != total):
         whole = "" if total is None else f" that add up to {total}"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from phalanx.core import reduction
 from phalanx.core.errors import InvalidReduceOpError, InvalidTypeError, InvalidValueError
 from phalanx.core.options import NamedEnum
+from phalanx.core.showing import shown
 
 
 class ReduceOp(NamedEnum):
@@ -57,7 +58,7 @@ def premul_sum(factor: complex | float | int) -> PremulSum:
         [0.5, 1.0]
     """
     if isinstance(factor, bool) or not isinstance(factor, int | float | complex):
-        raise InvalidTypeError(f"The factor of premul_sum must be a number. Received: {factor!r}")
+        raise InvalidTypeError(f"The factor of premul_sum must be a number. Received: {shown(factor)}")
     return PremulSum(factor)
 
 
@@ -85,7 +86,9 @@ def as_reduction(op: Any) -> Reduction:
             op = ReduceOp(op)
         except ValueError:
             names = ", ".join(o.name for o in ReduceOp)
-            raise InvalidValueError(f"The reduction must be one of {names}. Received: {op!r}") from None
+            raise InvalidValueError(
+                f"The reduction must be one of {names}. Received: {shown(op)}"
+            ) from None
     if op is ReduceOp.PREMUL_SUM:
         raise InvalidValueError(
             "PREMUL_SUM needs a factor: write px.comm.premul_sum(factor). Received: PREMUL_SUM alone"
@@ -93,7 +96,7 @@ def as_reduction(op: Any) -> Reduction:
     if not isinstance(op, ReduceOp | PremulSum):
         raise InvalidReduceOpError(
             "The reduction must be a px.comm.ReduceOp, its name, a px.ReduceOp or "
-            f"px.comm.premul_sum(factor). Received: {op!r}"
+            f"px.comm.premul_sum(factor). Received: {shown(op)}"
         )
     return op
 

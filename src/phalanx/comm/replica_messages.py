@@ -23,6 +23,7 @@ from phalanx.comm.replicas_compiled import CompiledReplicas
 from phalanx.core import compat
 from phalanx.core.errors import CollectiveMismatchError, InvalidTypeError, InvalidValueError
 from phalanx.core.replica_context import ReplicaContext, Wait
+from phalanx.core.showing import shown
 from phalanx.core.values import REPLICA_AXIS
 
 Peer = Any
@@ -57,10 +58,10 @@ def irecv(context: ReplicaContext, x: Any, src: Peer, group: Any, tag: int) -> H
 
 def _checked(context: ReplicaContext, group: Any, tag: Any) -> Group:
     if isinstance(tag, bool) or not isinstance(tag, int):
-        raise InvalidTypeError(f"tag must be a whole number. Received: {tag!r}")
+        raise InvalidTypeError(f"tag must be a whole number. Received: {shown(tag)}")
     found = checked_group(group)
     if len(found) == 1:
-        raise InvalidValueError(f"A message needs a group of at least two. Received: {found!r}")
+        raise InvalidValueError(f"A message needs a group of at least two. Received: {shown(found)}")
     context.require_known_values("A message")
     return found
 
@@ -176,7 +177,7 @@ class _Mail:
             raise InvalidValueError(
                 f"Where replicas are compiled, all of them make the call, so {what} is computed from "
                 "px.comm.get_rank(), or a list that has for each rank of the group the other one or "
-                f"None. Received: {peer!r}"
+                f"None. Received: {shown(peer)}"
             )
 
 

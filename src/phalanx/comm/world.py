@@ -36,6 +36,7 @@ from phalanx.comm.mailbox import Mailbox
 from phalanx.core.deadlines import worker_deadline
 from phalanx.core.errors import InvalidValueError, PhalanxError, UnauthenticatedError
 from phalanx.core.interrupts import let_handlers_run
+from phalanx.core.showing import shown
 from phalanx.execution.meetings import Ledger, Meeting
 from phalanx.execution.throttle import THROTTLE
 
@@ -319,6 +320,6 @@ def _is_on_host() -> bool:
     route = os.environ.get(_ROUTE, "")
     if route not in ("", "host", "devices"):
         raise InvalidValueError(
-            f"The environment variable {_ROUTE} must be host or devices. Received: {route!r}"
+            f"The environment variable {_ROUTE} must be host or devices. Received: {shown(route)}"
         )
     return route == "host" or (not route and jax.default_backend() == "cpu")

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 
 def check_call(fn: Any, args: Any, kwargs: Any, name: str = "fn") -> None:
     """Require a callable with a list of positional and a dict of keyword arguments."""
     if not callable(fn):
-        raise InvalidTypeError(f"{name} must be callable. Received: {fn!r}")
+        raise InvalidTypeError(f"{name} must be callable. Received: {shown(fn)}")
     check_arguments(args, kwargs)
 
 
@@ -20,7 +21,7 @@ def check_arguments(args: Any, kwargs: Any) -> None:
     if not isinstance(args, list | tuple):
         raise InvalidValueError(
             "args must be a list or tuple of positional arguments; for one argument write "
-            f"args=(x,). Received: {args!r} of type {type(args).__name__}"
+            f"args=(x,). Received: {shown(args)} of type {type(args).__name__}"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InvalidValueError(f"kwargs must be a dict or None. Received: {kwargs!r}")
+        raise InvalidValueError(f"kwargs must be a dict or None. Received: {shown(kwargs)}")

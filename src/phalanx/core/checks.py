@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
 
@@ -15,7 +16,7 @@ from phalanx.core.variables import Variable
 def check_variable(v: Any, what: str) -> Variable:
     """Require a variable."""
     if not isinstance(v, Variable):
-        raise InvalidTypeError(f"{what} needs a px.Variable. Received: {v!r}")
+        raise InvalidTypeError(f"{what} needs a px.Variable. Received: {shown(v)}")
     return v
 
 
@@ -23,7 +24,7 @@ def first_by_name(variables: Any) -> Variable:
     """The variable whose name comes first."""
     if not isinstance(variables, Sequence) or not variables:
         raise InvalidValueError(
-            f"non_slot_devices needs a list of at least one variable. Received: {variables!r}"
+            f"non_slot_devices needs a list of at least one variable. Received: {shown(variables)}"
         )
     return min((check_variable(v, "non_slot_devices") for v in variables), key=lambda v: v.name)
 
@@ -34,5 +35,7 @@ def check_numeric(value: Any, what: str) -> Any:
         try:
             jnp.asarray(value)
         except (TypeError, ValueError) as error:
-            raise InvalidTypeError(f"{what} needs numbers or arrays. Received: {value!r}") from error
+            raise InvalidTypeError(
+                f"{what} needs numbers or arrays. Received: {shown(value)}"
+            ) from error
     return value

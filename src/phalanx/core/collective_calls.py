@@ -19,6 +19,7 @@ from phalanx.core.operators import operand_of
 from phalanx.core.options import CommunicationOptions, as_communication_options
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op
 from phalanx.core.replica_context import MergePoint
+from phalanx.core.showing import shown
 from phalanx.core.structure import leaves, replace_leaves
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def all_gather(
     if any(isinstance(x, IndexedSlices) for x in items):
         raise UnsupportedError(
             "all_gather does not take IndexedSlices; all_reduce joins their rows over replicas. "
-            f"Received: {value!r}"
+            f"Received: {shown(value)}"
         )
     results = list(items)
     for i, x in enumerate(items):

@@ -37,6 +37,7 @@ from phalanx.core.reduction import (
     local_count,
     local_sum,
 )
+from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica, Span, check_count, place
 from phalanx.core.variables import Variable
@@ -147,7 +148,7 @@ class Combiner:
                 raise MirroredReductionError(
                     "A mirrored value is one value with a copy per replica, so it has no sum over "
                     "replicas. Use MEAN to get the value, or multiply it by the number of "
-                    f"replicas. Received: {value!r}"
+                    f"replicas. Received: {shown(value)}"
                 )
             return value.values[0]
         value = operand_of(value)
@@ -157,7 +158,7 @@ class Combiner:
             f"This value is not distributed: it is one object for all {self.replicas} replicas, so "
             "it does not say whether it should count once or once per replica. Give each replica "
             "a value of its own, or multiply by the number of replicas. "
-            f"Received: {value!r} for ReduceOp.SUM"
+            f"Received: {shown(value)} for ReduceOp.SUM"
         )
 
     def reduce(self, op: ReduceOp, value: Any, axes: Axes | None, device: jax.Device) -> Any:
@@ -206,7 +207,7 @@ class Combiner:
         if any(isinstance(x, IndexedSlices) for x in items):
             raise UnsupportedError(
                 "gather does not take IndexedSlices; strategy.reduce joins their rows over "
-                f"replicas. Received: {value!r}"
+                f"replicas. Received: {shown(value)}"
             )
         if not isinstance(value, DistributedValues):
             return value
@@ -283,7 +284,7 @@ def _is_traced(value: DistributedValues) -> bool:
         raise UnsupportedError(
             "JAX cannot transform a reduction between workers from outside of a step: take gradients "
             "inside the function given to strategy.run, or transform the whole computation inside "
-            f"jax.jit. Received: {value!r}"
+            f"jax.jit. Received: {shown(value)}"
         )
     return True
 
@@ -293,7 +294,7 @@ def _gatherable(x: Any, what: str) -> jax.Array:
         return jnp.asarray(operand_of(x))
     except (TypeError, ValueError):
         raise InvalidOperandError(
-            f"{what} needs arrays. Received: {x!r} of type {type(x).__name__}"
+            f"{what} needs arrays. Received: {shown(x)} of type {type(x).__name__}"
         ) from None
 
 

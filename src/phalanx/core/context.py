@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.errors import ContextError, InvalidTypeError, StrategyMismatchError
+from phalanx.core.showing import shown
 
 if TYPE_CHECKING:
     from phalanx.core.replica_context import ReplicaContext
@@ -173,12 +174,12 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         >>> px.experimental_set_strategy(None)
     """
     if strategy is not None and not hasattr(strategy, "scope"):
-        raise InvalidTypeError(f"A px.Strategy or None is needed. Received: {strategy!r}")
+        raise InvalidTypeError(f"A px.Strategy or None is needed. Received: {shown(strategy)}")
     old = _thread.set_scope
     if len(_thread.stack) > (0 if old is None else 1):
         raise ContextError(
             "experimental_set_strategy must not be called inside a strategy's scope or run. Leave "
-            f"the scope first. Received: {strategy!r} while {get_strategy()!r} is active"
+            f"the scope first. Received: {shown(strategy)} while {shown(get_strategy())} is active"
         )
     if old is not None:
         old.__exit__(None, None, None)
@@ -217,7 +218,7 @@ class Scope:
                 return
             raise ContextError(
                 "Scopes must be left in the reverse order of entering them, in the same thread. "
-                f"Received: the end of the scope of {self._strategy!r} while "
+                f"Received: the end of the scope of {shown(self._strategy)} while "
                 f"{get_strategy()!r} is current"
             )
         self._entered.pop()
@@ -264,7 +265,7 @@ def require_same_strategy(strategy: Strategy, what: str) -> None:
     raise StrategyMismatchError(
         f"{what} belongs to {strategy!r} but was used while another strategy is current. Mixing "
         "different strategies in one scope is not possible; leave the other scope first. "
-        f"Received: current strategy {mode.strategy!r}"
+        f"Received: current strategy {shown(mode.strategy)}"
     )
 
 
@@ -281,7 +282,7 @@ def require_replica_context(context: ReplicaContext, what: str) -> None:
     if mode.strategy is not context.strategy:
         raise StrategyMismatchError(
             f"{what} was called on a replica context of {context.strategy!r}, which is no longer "
-            f"active. Received: current strategy {mode.strategy!r}"
+            f"active. Received: current strategy {shown(mode.strategy)}"
         )
     raise ContextError(
         f"{what} was called on the context of another replica or of an earlier run. Ask "

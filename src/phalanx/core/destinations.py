@@ -9,6 +9,7 @@ import jax
 from phalanx.core import compat
 from phalanx.core.devices import LogicalDevice, resolve_device
 from phalanx.core.errors import InvalidDestinationError
+from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
@@ -34,7 +35,7 @@ def destination_devices(destinations: Any, lists: bool = False) -> tuple[jax.Dev
     raise InvalidDestinationError(
         "The destination must be one device, or a value or variable whose devices are meant. To "
         "reach all replicas, give a variable or a per-replica value. "
-        f"Received: {destinations!r} of type {type(destinations).__name__}"
+        f"Received: {shown(destinations)} of type {type(destinations).__name__}"
     )
 
 
@@ -46,5 +47,5 @@ def _device_of(x: Any) -> tuple[jax.Device, ...]:
     if isinstance(x, jax.Array):
         return tuple(sorted(x.devices(), key=lambda d: d.id))
     raise InvalidDestinationError(
-        f"This destination holds a value that is on no device. Received: {x!r}"
+        f"This destination holds a value that is on no device. Received: {shown(x)}"
     )

@@ -21,6 +21,7 @@ from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.regrouping import same_value
 from phalanx.core.replica_context import MergePoint
+from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest
 from phalanx.core.synchronization import (
@@ -87,7 +88,7 @@ class CopiedVariable(Variable, DistributedValues):
         if index is None:
             raise InvalidValueError(
                 "A variable with several copies has no single handle in cross-replica context. Use "
-                f"variable.values to get at the copies. Received: {self.name!r}"
+                f"variable.values to get at the copies. Received: {shown(self.name)}"
             )
         return self._views[index]
 
@@ -209,7 +210,7 @@ class SyncOnReadVariable(CopiedVariable):
                 f"The copies of variable {self.name!r} may differ and its aggregation is NONE, so it "
                 "has no single value in cross-replica context. Look at the copies with "
                 "strategy.experimental_local_results, or choose an aggregation. "
-                f"Received: a read of {self.name!r}"
+                f"Received: a read of {shown(self.name)}"
             )
         assert self._strategy is not None
         op = ReduceOp.from_variable_aggregation(kind)
@@ -220,7 +221,7 @@ class SyncOnReadVariable(CopiedVariable):
         if isinstance(operand, IndexedSlices):
             raise UnsupportedError(
                 f"{method} is not defined for variables that are synchronized on read. "
-                f"Received: variable {self.name!r}"
+                f"Received: variable {shown(self.name)}"
             )
         here = self._here()
         if here is not None:
@@ -241,13 +242,13 @@ class SyncOnReadVariable(CopiedVariable):
             raise InvalidValueError(
                 f"Variable {self.name!r} has the aggregation NONE, so {method} in cross-replica "
                 "context does not say what each copy gets. Write it inside strategy.run. "
-                f"Received: {method} of {self.name!r}"
+                f"Received: {method} of {shown(self.name)}"
             )
         if kind is VariableAggregation.SUM and method != "assign":
             raise InvalidValueError(
                 f"Variable {self.name!r} is the sum of its copies, so {method} in cross-replica "
                 "context does not say which copy should change. Use assign, or write it inside "
-                f"strategy.run. Received: {method} of {self.name!r}"
+                f"strategy.run. Received: {method} of {shown(self.name)}"
             )
 
 

@@ -41,6 +41,7 @@ from phalanx.core.options import CommunicationOptions, ValueContext, as_communic
 from phalanx.core.reduction import Axes, ReduceOp, as_reduce_op
 from phalanx.core.regrouping import regroup
 from phalanx.core.replica_context import MergePoint
+from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest, merge_nests
 from phalanx.core.values import Mirrored, PerReplica, Span, place, select_replica
@@ -316,7 +317,7 @@ class StrategyExtended:
         keeps its old value.
         """
         if not callable(fn):
-            raise InvalidTypeError(f"fn must be callable. Received: {fn!r}")
+            raise InvalidTypeError(f"fn must be callable. Received: {shown(fn)}")
         replica = ctx.active_replica()
         if replica is not None:
             ctx.require_same_strategy(self._strategy, "StrategyExtended.update")
@@ -408,14 +409,14 @@ class StrategyExtended:
             ctx.require_same_strategy(self._strategy, "colocate_vars_with")
             raise ContextError(
                 "colocate_vars_with must be used inside `with strategy.scope():`. "
-                f"Received: {colocate_with_variable!r} outside of the scope"
+                f"Received: {shown(colocate_with_variable)} outside of the scope"
             )
         if not isinstance(colocate_with_variable, Variable) or not self.variable_created_in_scope(
             colocate_with_variable
         ):
             raise InvalidValueError(
                 "New variables can only be placed with a variable of the same strategy. "
-                f"Received: {colocate_with_variable!r}"
+                f"Received: {shown(colocate_with_variable)}"
             )
         return ctx.colocation(colocate_with_variable)
 
@@ -423,7 +424,7 @@ class StrategyExtended:
         if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
             raise ForeignVariableError(
                 f"{what} needs a variable that was created in this strategy's scope: "
-                f"`with strategy.scope(): v = px.Variable(…)`. Received: {var!r}"
+                f"`with strategy.scope(): v = px.Variable(…)`. Received: {shown(var)}"
             )
 
     def _make_values(self, value_fn: Callable[[ValueContext], Any]) -> list[Any]:
@@ -475,7 +476,7 @@ def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise InvalidTypeError(
-                f"batch_reduce_to needs a list of (value, destinations) pairs. Received: {pair!r}"
+                f"batch_reduce_to needs a list of (value, destinations) pairs. Received: {shown(pair)}"
             )
         checked.append((pair[0], pair[1]))
     return checked

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from phalanx.core.errors import InvalidValueError
+from phalanx.core.showing import shown
 
 LARGE_MODEL_BYTES = 12 << 20
 """A training step needs at least two to three times the bytes of its variables as working memory."""
@@ -72,7 +73,7 @@ def _is_wanted() -> bool:
     switch = os.environ.get(_SWITCH, "1")
     if switch not in ("0", "1"):
         raise InvalidValueError(
-            f"The environment variable {_SWITCH} must be 0 or 1. Received: {switch!r}"
+            f"The environment variable {_SWITCH} must be 0 or 1. Received: {shown(switch)}"
         )
     return switch == "1"
 

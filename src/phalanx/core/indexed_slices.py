@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.reduction import ReduceOp, divide
+from phalanx.core.showing import shown
 from phalanx.core.structure import Leaf
 from phalanx.core.values import place
 
@@ -53,7 +54,7 @@ def checked_slices(slices: Any, shape: tuple[int, ...], what: str) -> IndexedSli
     """Require slices that fit an array of the given shape."""
     if not isinstance(slices, IndexedSlices):
         raise InvalidValueError(
-            f"{what} needs px.IndexedSlices(values=…, indices=…). Received: {slices!r}"
+            f"{what} needs px.IndexedSlices(values=…, indices=…). Received: {shown(slices)}"
         )
     values, indices = jnp.asarray(slices.values), jnp.asarray(slices.indices)
     fits = indices.ndim == 1 and values.shape == indices.shape + shape[1:]

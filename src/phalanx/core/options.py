@@ -61,12 +61,12 @@ class CommunicationOptions:
         implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
     ) -> None:
         if isinstance(bytes_per_pack, bool) or not isinstance(bytes_per_pack, int):
-            raise InvalidTypeError(f"bytes_per_pack must be an int. Received: {bytes_per_pack!r}")
+            raise InvalidTypeError(f"bytes_per_pack must be an int. Received: {shown(bytes_per_pack)}")
         if bytes_per_pack < 0:
             raise InvalidValueError(f"bytes_per_pack must be >= 0. Received: {bytes_per_pack}")
         if timeout_seconds is not None and not timeout_seconds > 0:
             raise InvalidValueError(
-                f"timeout_seconds must be a positive number or None. Received: {timeout_seconds!r}"
+                f"timeout_seconds must be a positive number or None. Received: {shown(timeout_seconds)}"
             )
         try:
             chosen = CommunicationImplementation(implementation)
@@ -74,7 +74,7 @@ class CommunicationOptions:
             raise InvalidValueError(
                 f"{implementation!r} is not a valid CommunicationImplementation; choose one of "
                 f"{', '.join(CommunicationImplementation.__members__)}. "
-                f"Received: {implementation!r}"
+                f"Received: {shown(implementation)}"
             ) from None
         object.__setattr__(self, "bytes_per_pack", bytes_per_pack)
         object.__setattr__(self, "timeout_seconds", timeout_seconds)
@@ -88,7 +88,7 @@ class CommunicationOptions:
         if options is None:
             return self
         if not isinstance(options, CommunicationOptions):
-            raise InvalidTypeError(f"Can only merge CommunicationOptions. Received: {options!r}")
+            raise InvalidTypeError(f"Can only merge CommunicationOptions. Received: {shown(options)}")
         auto = CommunicationImplementation.AUTO
         return CommunicationOptions(
             bytes_per_pack=options.bytes_per_pack or self.bytes_per_pack,
@@ -131,7 +131,7 @@ def as_communication_options(options: Any) -> CommunicationOptions:
         return options
     raise InvalidTypeError(
         "options must be a px.experimental.CommunicationOptions or None. "
-        f"Received: {options!r} of type {type(options).__name__}"
+        f"Received: {shown(options)} of type {type(options).__name__}"
     )
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from phalanx.core.showing import shown
 
 __all__ = [
     "FixedShardsPartitioner",
@@ -173,7 +174,7 @@ def _store_count(partitioner: Partitioner, name: str, minimum: int) -> None:
         count = operator.index(whole)
     except TypeError as error:
         raise InvalidTypeError(
-            f"`{name}` of {type(partitioner).__name__} must be a whole number. Received: {value!r}"
+            f"`{name}` of {type(partitioner).__name__} must be a whole number. Received: {shown(value)}"
         ) from error
     if count < minimum:
         raise InvalidValueError(
@@ -188,7 +189,8 @@ def _dims(shape: Iterable[int]) -> tuple[Any, ...]:
         return tuple(shape)
     except (TypeError, ValueError) as error:  # ValueError: a shape object of unknown rank
         raise _UnknownDimError(
-            f"`shape` must list the sizes of the dimensions, for example (10, 3). Received: {shape!r}"
+            "`shape` must list the sizes of the dimensions, for example (10, 3). "
+            f"Received: {shown(shape)}"
         ) from error
 
 
@@ -197,7 +199,7 @@ def _dim_index(dims: tuple[Any, ...], axis: int) -> int:
         index = operator.index(axis)
     except TypeError as error:
         raise InvalidTypeError(
-            f"`axis` must be an int, for example axis=0. Received: {axis!r}"
+            f"`axis` must be an int, for example axis=0. Received: {shown(axis)}"
         ) from error
     rank = len(dims)
     if not -rank <= index < rank:
@@ -234,6 +236,6 @@ def _element_bytes(dtype: Any, bytes_per_string: int) -> int:
         known = jnp.result_type(dtype) if is_python_type else np.dtype(dtype)
     except TypeError as error:
         raise InvalidTypeError(
-            f"`dtype` must be a dtype, for example jnp.float32 or 'float32'. Received: {dtype!r}"
+            f"`dtype` must be a dtype, for example jnp.float32 or 'float32'. Received: {shown(dtype)}"
         ) from error
     return bytes_per_string if known.kind in _STRING_KINDS else known.itemsize

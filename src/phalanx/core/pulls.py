@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError, InvalidValueError
+from phalanx.core.showing import shown
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -97,7 +98,7 @@ def gives_elements(method: Method) -> Method:
         if iterator is not self:
             raise ContextError(
                 "A compiled function takes elements from its iterators in another order than when it "
-                f"was traced before. Received: a call of {method.__name__} of {self!r}"
+                f"was traced before. Received: a call of {method.__name__} of {shown(self)}"
             )
         del feed.elements[0]
         return element

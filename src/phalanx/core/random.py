@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from phalanx.core import compat
 from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError, InvalidTypeError
+from phalanx.core.showing import shown
 
 
 def replica_key(seed: Any) -> jax.Array:
@@ -39,5 +40,5 @@ def replica_key(seed: Any) -> jax.Array:
     elif isinstance(seed, int) and not isinstance(seed, bool):
         key = jax.random.key(seed)
     else:
-        raise InvalidTypeError(f"seed must be an int or a jax.random.key. Received: {seed!r}")
+        raise InvalidTypeError(f"seed must be an int or a jax.random.key. Received: {shown(seed)}")
     return jax.random.fold_in(key, jnp.asarray(context.replica_id_in_sync_group))

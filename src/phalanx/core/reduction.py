@@ -21,6 +21,7 @@ from phalanx.core.errors import (
     InvalidValueError,
 )
 from phalanx.core.options import NamedEnum
+from phalanx.core.showing import shown
 from phalanx.core.synchronization import VariableAggregation
 
 
@@ -47,7 +48,7 @@ class ReduceOp(NamedEnum):
             return ReduceOp.MEAN
         raise InvalidValueError(
             "Only VariableAggregation.SUM and MEAN are reductions over replicas. "
-            f"Received: {aggregation!r}"
+            f"Received: {shown(aggregation)}"
         )
 
 
@@ -61,11 +62,11 @@ def as_reduce_op(op: Any) -> ReduceOp:
         except ValueError:
             raise InvalidValueError(
                 f"{op!r} is not a valid ReduceOp; write px.ReduceOp.SUM or px.ReduceOp.MEAN. "
-                f"Received: {op!r}"
+                f"Received: {shown(op)}"
             ) from None
     raise InvalidReduceOpError(
         "The reduction must be px.ReduceOp.SUM, px.ReduceOp.MEAN or their names. "
-        f"Received: {op!r} of type {type(op).__name__}"
+        f"Received: {shown(op)} of type {type(op).__name__}"
     )
 
 
@@ -101,7 +102,7 @@ def as_axes(axis: Any) -> Axes | None:
     if dims is None or any(isinstance(a, bool | np.bool_) for a in given):
         raise InvalidTypeError(
             "axis must be None, an int, or a tuple of ints: the dimensions to reduce within each "
-            f"replica's value. Received: axis={axis!r}"
+            f"replica's value. Received: axis={shown(axis)}"
         )
     return Axes(dims)
 
@@ -120,7 +121,7 @@ def as_operand(x: Any) -> jax.Array:
         if host.dtype.kind in "USO":
             raise InvalidOperandError(
                 "Only arrays and numbers can be reduced over replicas. "
-                f"Received: {x!r} of type {type(x).__name__}"
+                f"Received: {shown(x)} of type {type(x).__name__}"
             )
         x = jnp.asarray(x)
     if x.dtype == jnp.bool_:
@@ -170,7 +171,7 @@ def local_count(shape: tuple[int, ...], axes: Axes) -> int:
 def check_gather_axis(axis: Any, ndims: Sequence[int], what: str) -> int:
     """Check the ``axis`` of a gather over values of the given ranks; returns it from the front."""
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-        raise InvalidTypeError(f"{what} needs an integer axis. Received: axis={axis!r}")
+        raise InvalidTypeError(f"{what} needs an integer axis. Received: axis={shown(axis)}")
     axis = operator.index(axis)
     if len(set(ndims)) > 1:
         raise InvalidArgumentError(

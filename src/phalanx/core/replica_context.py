@@ -16,6 +16,7 @@ from phalanx.core import context as ctx
 from phalanx.core.calls import check_arguments
 from phalanx.core.devices import short_name
 from phalanx.core.errors import ContextError, InvalidValueError, MergeMismatchError
+from phalanx.core.showing import shown
 
 if TYPE_CHECKING:
     from phalanx.core.options import CommunicationOptions
@@ -110,7 +111,7 @@ class ReplicaContext:
         if not _is_replica_id(replica_id_in_sync_group):
             raise InvalidValueError(
                 "replica_id_in_sync_group must be an int, an integer array of rank 0, or None. "
-                f"Received: {replica_id_in_sync_group!r}"
+                f"Received: {shown(replica_id_in_sync_group)}"
             )
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
@@ -196,7 +197,7 @@ class ReplicaContext:
             [10, 11]
         """
         if not callable(merge_fn):
-            raise InvalidValueError(f"merge_fn must be callable. Received: {merge_fn!r}")
+            raise InvalidValueError(f"merge_fn must be callable. Received: {shown(merge_fn)}")
         check_arguments(args, kwargs)
         point = MergePoint("merge_call", merge_fn, tuple(args), dict(kwargs or {}))
         return self.meet(point)

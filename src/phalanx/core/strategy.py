@@ -20,6 +20,7 @@ from phalanx.core.options import (
 )
 from phalanx.core.reduction import ReduceOp, as_axes, as_reduce_op
 from phalanx.core.regrouping import local_results, regroup
+from phalanx.core.showing import shown
 from phalanx.core.structure import map_nest
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Strategy:
         """
         check_call(fn, args, kwargs)
         if options is not None and not isinstance(options, RunOptions):
-            raise InvalidTypeError(f"options must be px.RunOptions or None. Received: {options!r}")
+            raise InvalidTypeError(f"options must be px.RunOptions or None. Received: {shown(options)}")
         ctx.require_cross_replica_or_default(self, "Strategy.run")
         compiled = getattr(fn, "run_on_replicas", None)
         if compiled is not None and not compat.is_transformation(compat.current_trace()):
@@ -219,7 +220,7 @@ class Strategy:
             [[4, 5], [6, 7]]
         """
         if not callable(dataset_fn):
-            raise InvalidTypeError(f"dataset_fn must be callable. Received: {dataset_fn!r}")
+            raise InvalidTypeError(f"dataset_fn must be callable. Received: {shown(dataset_fn)}")
         return self._extended._distribute_datasets_from_function(dataset_fn, options)
 
     # -- making and looking at values -----------------------------------------------------------
@@ -234,7 +235,7 @@ class Strategy:
                 the replica's device; everything else is kept as it is.
         """
         if not callable(value_fn):
-            raise InvalidTypeError(f"value_fn must be callable. Received: {value_fn!r}")
+            raise InvalidTypeError(f"value_fn must be callable. Received: {shown(value_fn)}")
         ctx.require_cross_replica_or_default(self, "experimental_distribute_values_from_function")
         with ctx.entered(self, "experimental_distribute_values_from_function"):
             nests = self._extended._make_values(value_fn)
@@ -292,7 +293,7 @@ class Strategy:
             raise InvalidValueError(
                 "make_input_fn_iterator calls its function once per worker. Use "
                 "distribute_datasets_from_function with px.InputOptions to call it once per replica. "
-                f"Received: replication_mode={replication_mode!r}"
+                f"Received: replication_mode={shown(replication_mode)}"
             )
         return iter(self.distribute_datasets_from_function(input_fn))
 
@@ -328,7 +329,7 @@ class Strategy:
     def __copy__(self) -> Strategy:
         raise ContextError(
             "A strategy cannot be copied shallowly, because two strategies would share one "
-            f"StrategyExtended. Use copy.deepcopy. Received: {self!r}"
+            f"StrategyExtended. Use copy.deepcopy. Received: {shown(self)}"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:

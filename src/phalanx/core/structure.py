@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from phalanx.core.errors import StructureMismatchError
+from phalanx.core.showing import shown
 
 Merge = Callable[[tuple[Any, ...]], Any]
 
@@ -67,7 +68,7 @@ def merge_nests(nests: Sequence[Any], merge: Merge) -> Any:
         if part is None or first is None or part[2] != first[2]:
             raise StructureMismatchError(
                 "Replicas must produce the same structure: the same container types, lengths and "
-                f"keys. Received: {nests[0]!r} on replica 0 and {nests[i]!r} on replica {i}"
+                f"keys. Received: {shown(nests[0])} on replica 0 and {shown(nests[i])} on replica {i}"
             )
     assert first is not None
     children = [part[0] for part in parts if part is not None]

@@ -13,6 +13,7 @@ from jax import lax
 
 from phalanx.core.errors import InvalidValueError, UnsupportedError
 from phalanx.core.options import NamedEnum
+from phalanx.core.showing import shown
 
 
 class VariableSynchronization(NamedEnum):
@@ -46,12 +47,12 @@ def check_kinds(synchronization: Any, aggregation: Any, name: str) -> None:
     if not isinstance(synchronization, VariableSynchronization):
         raise InvalidValueError(
             f"synchronization of variable {name!r} must be a px.VariableSynchronization. "
-            f"Received: {synchronization!r}"
+            f"Received: {shown(synchronization)}"
         )
     if not isinstance(aggregation, VariableAggregation):
         raise InvalidValueError(
             f"aggregation of variable {name!r} must be a px.VariableAggregation. "
-            f"Received: {aggregation!r}"
+            f"Received: {shown(aggregation)}"
         )
 
 
@@ -64,7 +65,7 @@ def effective_synchronization(
     if synchronization is VariableSynchronization.NONE:
         raise InvalidValueError(
             "Variables with copies on several replicas need a synchronization: ON_WRITE or "
-            f"ON_READ. Received: synchronization=NONE for variable {name!r}"
+            f"ON_READ. Received: synchronization=NONE for variable {shown(name)}"
         )
     return synchronization
 
@@ -86,7 +87,7 @@ def check_scatter(method: str, aggregation: VariableAggregation, name: str) -> N
         raise UnsupportedError(
             f"{method} from several replicas has no sum or mean. Use scatter_add or scatter_sub, "
             "or create the variable with aggregation NONE or ONLY_FIRST_REPLICA. "
-            f"Received: aggregation={aggregation.name} on variable {name!r}"
+            f"Received: aggregation={aggregation.name} on variable {shown(name)}"
         )
 
 

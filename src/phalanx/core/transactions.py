@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from phalanx.core import lifting
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 from phalanx.core.interrupts import uninterrupted
+from phalanx.core.showing import shown
 from phalanx.core.turns import Turn, Turns
 from phalanx.core.unwinding import leaving_nothing
 
@@ -54,7 +55,7 @@ def protect_variables(enabled: bool) -> None:
         >>> px.config.protect_variables(True)
     """
     if not isinstance(enabled, bool):
-        raise InvalidTypeError(f"enabled must be True or False. Received: {enabled!r}")
+        raise InvalidTypeError(f"enabled must be True or False. Received: {shown(enabled)}")
     _protection[:] = [enabled]
 
 
@@ -63,7 +64,7 @@ def protects_variables(platform: str) -> bool:
     switch = os.environ.get(_SWITCH)
     if switch not in (None, "0", "1"):
         raise InvalidValueError(
-            f"The environment variable {_SWITCH} must be 0 or 1. Received: {switch!r}"
+            f"The environment variable {_SWITCH} must be 0 or 1. Received: {shown(switch)}"
         )
     if _protection:
         return _protection[0]

@@ -12,6 +12,7 @@ import numpy as np
 from phalanx.core import compat
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.showing import shown
 
 # -- new = update(old, operand) ---------------------------------
 
@@ -69,7 +70,8 @@ def fitting_shape(value: Any, dtype: Any, name: str, method: str) -> tuple[int, 
             host = np.asarray(None)
         if host.dtype.kind in "USO":
             raise InvalidValueError(
-                f"Variable.{method} of {name!r} needs an array or a number. Received: {value!r}"
+                f"Variable.{method} of {shown(name)} needs an array or a number. "
+                f"Received: {shown(value)}"
             )
         shape, given = host.shape, host.dtype
         fits = _kind_order(given) <= _kind_order(dtype)

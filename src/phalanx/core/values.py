@@ -25,6 +25,7 @@ from phalanx.core import compat
 from phalanx.core.context import active_replica, current_mode
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.operators import ArrayOperators
+from phalanx.core.showing import shown
 from phalanx.core.structure import Leaf, map_nest
 
 if TYPE_CHECKING:
@@ -347,7 +348,7 @@ class PerReplica(_TwoFaced, ArrayOperators):
             raise InvalidValueError(
                 "A PerReplica value holds one value per replica and cannot be used as an array "
                 "outside of a replica. Use it in a function given to strategy.run, or combine the "
-                f"components with strategy.reduce or strategy.gather. Received: {self!r}"
+                f"components with strategy.reduce or strategy.gather. Received: {shown(self)}"
             )
         return value
 
@@ -427,7 +428,7 @@ def check_count(value: Any, replicas: int, what: str) -> None:
         raise InvalidValueError(
             f"{what} needs a value for each of its {replicas} replica(s). A value that another "
             "strategy made cannot be used here. "
-            f"Received: a value for {value.count} replica(s), {value!r}"
+            f"Received: a value for {value.count} replica(s), {shown(value)}"
         )
 
 

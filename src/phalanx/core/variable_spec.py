@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from phalanx.core import compat, lifting
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.operators import operand_of
+from phalanx.core.showing import shown
 from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
 from phalanx.core.values import DistributedValues
 
@@ -41,19 +42,19 @@ def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> jax.
         raise InvalidValueError(
             f"The initial value of variable {name!r} is computed by the program that is being traced, "
             "so it is not known yet. Give a function that makes it, as in "
-            f"px.Variable(lambda: jnp.zeros(3)). Received: {value!r}"
+            f"px.Variable(lambda: jnp.zeros(3)). Received: {shown(value)}"
         )
     if isinstance(value, DistributedValues):
         raise InvalidValueError(
             "The initial value of a variable must be one value, not one per replica. "
-            f"Received: {value!r} for variable {name!r}"
+            f"Received: {shown(value)} for variable {shown(name)}"
         )
     try:
         array = jnp.asarray(value, dtype=dtype)
     except (TypeError, ValueError) as error:
         raise InvalidValueError(
             f"The initial value of variable {name!r} is not an array or a number that has the "
-            f"dtype {dtype}. Received: {value!r}"
+            f"dtype {dtype}. Received: {shown(value)}"
         ) from error
     if shape is not None and tuple(shape) != array.shape:
         raise InvalidValueError(

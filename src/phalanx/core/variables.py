@@ -24,6 +24,7 @@ from phalanx.core.errors import ContextError, InternalError, InvalidTypeError, I
 from phalanx.core.indexed_slices import IndexedSlices, checked_slices
 from phalanx.core.operators import ArrayOperators, operand_of
 from phalanx.core.replica_context import MergePoint
+from phalanx.core.showing import shown
 from phalanx.core.structure import Leaf
 from phalanx.core.synchronization import (
     VariableAggregation,
@@ -473,11 +474,11 @@ def create_variable(
         )
     name = "Variable" if name is None else name
     if not isinstance(name, str) or not name:
-        raise InvalidTypeError(f"name must be a non-empty string or None. Received: {name!r}")
+        raise InvalidTypeError(f"name must be a non-empty string or None. Received: {shown(name)}")
     if initial_value is None:
         raise InvalidValueError(
             "A variable needs an initial value, or a function that makes one. "
-            f"Received: initial_value=None for variable {name!r}"
+            f"Received: initial_value=None for variable {shown(name)}"
         )
     check_kinds(synchronization, aggregation, name)
     if trainable is None:

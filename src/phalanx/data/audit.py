@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.data.dataset import Dataset
 from phalanx.data.distributed import DistributedDataset
 from phalanx.data.elements import Ragged
@@ -108,7 +109,7 @@ def audit(
     if not isinstance(dist_dataset, DistributedDataset):
         raise InvalidTypeError(
             "audit needs what experimental_distribute_dataset or distribute_datasets_from_function "
-            f"returned. Received: {dist_dataset!r}"
+            f"returned. Received: {shown(dist_dataset)}"
         )
     run = Run(seed, (epoch,))
     _check(dist_dataset._nodes)
@@ -151,7 +152,7 @@ def _check(nodes: list[Node]) -> None:
         if isinstance(node, Loader) and node.is_one_shot:
             raise InvalidValueError(
                 "A generator can be read only once, so it cannot be counted first. Give an iterable "
-                f"that begins anew. Received: {node.source!r}"
+                f"that begins anew. Received: {shown(node.source)}"
             )
 
 

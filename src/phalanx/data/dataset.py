@@ -82,7 +82,7 @@ class Dataset(Transformations):
         size = self.cardinality()
         if size < 0:
             what = "infinite" if size == INFINITE else "unknown"
-            raise InvalidTypeError(f"The length of the dataset is {what}. Received: {self!r}")
+            raise InvalidTypeError(f"The length of the dataset is {what}. Received: {shown(self)}")
         if size > sys.maxsize:
             raise InvalidValueError(
                 "A length must fit into 64 bits; call cardinality() instead. "

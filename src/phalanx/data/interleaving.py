@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.core.errors import CancelledError, InvalidTypeError
+from phalanx.core.showing import shown
 from phalanx.data.columns import Chunk
 from phalanx.data.elements import LeafBase, merge_specs
 from phalanx.data.functions import Function, caller, function_error
@@ -94,7 +95,7 @@ class Interleave(Node):
             if not isinstance(dataset, LeafBase):
                 raise InvalidTypeError(
                     f"The function given to {self.what} must return a dataset. "
-                    f"Received: {dataset!r} for element {index}"
+                    f"Received: {shown(dataset)} for element {index}"
                 )
             return dataset._node
 

@@ -65,7 +65,7 @@ class Loader(Node):
             if self.is_one_shot and self._reading.started:
                 raise InvalidValueError(
                     "The elements of a generator are described by the first one, which has been read. "
-                    f"Received: {self.source!r}"
+                    f"Received: {shown(self.source)}"
                 )
             self._reading.broken = True
             elements.extend(itertools.islice(iter(self.source), 1))  # in one step
@@ -101,13 +101,13 @@ class Loader(Node):
                 raise AbortedError(
                     "The generator was interrupted when its first element was looked at, which ended "
                     "it. Make another one, or give px.data.Dataset.from_generator(function, …). "
-                    f"Received: {self.source!r}"
+                    f"Received: {shown(self.source)}"
                 )
             if reading.started:
                 raise InvalidValueError(
                     "A generator can be read once, and this one has been. Give an iterable that begins "
                     "anew, such as px.data.Dataset.from_generator(function, …). "
-                    f"Received: {self.source!r}"
+                    f"Received: {shown(self.source)}"
                 )
             reading.started = True
             return _LoaderCursor(self.source, reading.peeked)

@@ -227,7 +227,7 @@ def signature_of(dtypes: Any, shapes: Any) -> Any:
     except (TypeError, ValueError, KeyError) as error:
         raise InvalidTypeError(
             "output_types must be a nest of dtypes, and output_shapes the same nest of shapes. "
-            f"Received: output_types={shown(dtypes)}, output_shapes={shapes!r}"
+            f"Received: output_types={shown(dtypes)}, output_shapes={shown(shapes)}"
         ) from error
     return tree_util.tree_unflatten(structure, specs)
 

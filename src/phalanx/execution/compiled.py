@@ -28,6 +28,7 @@ from phalanx.core.errors import (
 )
 from phalanx.core.host_memory import expect_model
 from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
+from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica, wrap_arguments
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import (
@@ -286,7 +287,7 @@ def _global_array(value: PerReplica) -> jax.Array:
     if array is None:
         raise InvalidArgumentError(
             "Compiled code needs the same shape and dtype on every replica. Use the eager executor "
-            f"for uneven batches: call strategy.run outside of px.function. Received: {value!r}"
+            f"for uneven batches: call strategy.run outside of px.function. Received: {shown(value)}"
         )
     return array
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.core import compat, pulls, transactions
 from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.core.structure import leaves
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.core.turns import Turn, Turns
@@ -54,7 +55,7 @@ class Function:
         self, python_function: Callable[..., Any], input_signature: Sequence[Any] | None = None
     ) -> None:
         if not callable(python_function):
-            raise InvalidTypeError(f"px.function needs a callable. Received: {python_function!r}")
+            raise InvalidTypeError(f"px.function needs a callable. Received: {shown(python_function)}")
         functools.update_wrapper(self, python_function)
         self.__name__: str = getattr(python_function, "__name__", repr(python_function))
         self.python_function = python_function
@@ -276,7 +277,7 @@ class Function:
                 if isinstance(spec, TensorSpec) and not spec.accepts(x):
                     raise InvalidTypeError(
                         f"An argument of {self.__name__} does not fit its input_signature {spec}. "
-                        f"Received: {x!r}"
+                        f"Received: {shown(x)}"
                     )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Function:

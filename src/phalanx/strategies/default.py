@@ -13,6 +13,7 @@ from phalanx.core import transactions
 from phalanx.core.checks import check_variable, first_by_name
 from phalanx.core.errors import ContextError
 from phalanx.core.replica_context import ReplicaContext
+from phalanx.core.showing import shown
 from phalanx.core.strategy import Strategy
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import ResourceVariable, Variable
@@ -94,7 +95,7 @@ class _DefaultScope:
         if ctx.has_strategy():
             raise ContextError(
                 "The default strategy's scope must not be nested in the scope of another strategy. "
-                f"Received: current strategy {ctx.get_strategy()!r}"
+                f"Received: current strategy {shown(ctx.get_strategy())}"
             )
         return self._strategy
 

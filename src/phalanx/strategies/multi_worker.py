@@ -26,6 +26,7 @@ from phalanx.core.options import (
     CommunicationOptions,
     as_communication_options,
 )
+from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import PerReplica, Span, place
@@ -58,7 +59,7 @@ class OldMultiWorkerMirroredStrategy(Strategy):
         if not isinstance(cluster_resolver, ClusterResolver):
             raise InvalidValueError(
                 "cluster_resolver must be a px.cluster_resolver.ClusterResolver or None. "
-                f"Received: {cluster_resolver!r}"
+                f"Received: {shown(cluster_resolver)}"
             )
         self._cluster_resolver = cluster_resolver
         connection = _connect(cluster_resolver, options)
@@ -106,7 +107,7 @@ class MultiWorkerMirroredStrategy(OldMultiWorkerMirroredStrategy):
         if not isinstance(communication_options, CommunicationOptions | None):
             raise InvalidValueError(
                 "communication_options must be a px.experimental.CommunicationOptions or None. "
-                f"Received: {communication_options!r}"
+                f"Received: {shown(communication_options)}"
             )
         self._start(cluster_resolver, as_communication_options(communication_options))
 
@@ -126,7 +127,7 @@ def _connect(resolver: ClusterResolver, options: CommunicationOptions) -> Connec
     if task_type == "ps":
         raise InvalidValueError(
             "MultiWorkerMirroredStrategy has no parameter servers; a task of this strategy is a chief, "
-            f"a worker or an evaluator. Received: task_type={task_type!r}"
+            f"a worker or an evaluator. Received: task_type={shown(task_type)}"
         )
     if task_type == "evaluator" or multi_worker.worker_count(spec, task_type) == 1:
         return None

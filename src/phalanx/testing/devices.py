@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.core.devices import set_cpu_device_count
 from phalanx.core.errors import InvalidValueError
+from phalanx.core.showing import shown
 
 
 def logical_devices(n: int) -> None:
@@ -20,5 +21,5 @@ def logical_devices(n: int) -> None:
         8
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise InvalidValueError(f"n must be a whole number of at least 1. Received: {n!r}")
+        raise InvalidValueError(f"n must be a whole number of at least 1. Received: {shown(n)}")
     set_cpu_device_count(n)

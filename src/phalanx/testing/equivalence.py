@@ -13,6 +13,7 @@ import numpy as np
 
 from phalanx.core import compat
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.core.strategy import Strategy
 from phalanx.core.structure import map_nest
 from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
@@ -104,11 +105,13 @@ def assert_equivalent(
 def _checked(step: Any, strategies: Any, setup: Any, batches: Any) -> list[Strategy]:
     if not callable(step) or not callable(setup):
         raise InvalidTypeError(
-            f"step and setup must be callable. Received: step {step!r} and setup {setup!r}"
+            f"step and setup must be callable. Received: step {shown(step)} and setup {shown(setup)}"
         )
     listed = list(strategies)
     if not listed or not all(isinstance(s, Strategy) for s in listed):
-        raise InvalidTypeError(f"strategies must be a list of strategies. Received: {strategies!r}")
+        raise InvalidTypeError(
+            f"strategies must be a list of strategies. Received: {shown(strategies)}"
+        )
     if not len(batches):
         raise InvalidValueError("There must be at least one batch. Received: none")
     return listed
@@ -145,7 +148,7 @@ def _run(
     if not record.variables and not any(results):
         raise InvalidValueError(
             "There is nothing to compare: the step returned nothing and the state has no variables. "
-            f"Received: a state of {state!r}"
+            f"Received: a state of {shown(state)}"
         )
     return record
 
@@ -177,7 +180,7 @@ def _combined(strategy: Strategy, result: Any) -> Any:
             if isinstance(x, DistributedValues):
                 raise InvalidTypeError(
                     "Results can be compared if they are arrays, or the same on all replicas. "
-                    f"Received: {x!r}"
+                    f"Received: {shown(x)}"
                 )
             return x
         if first.ndim == 0:

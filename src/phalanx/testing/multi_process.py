@@ -23,6 +23,7 @@ from phalanx.core.errors import (
     InvalidValueError,
     WorkerLostError,
 )
+from phalanx.core.showing import shown
 from phalanx.testing.copies import find_template
 from phalanx.testing.pool import Pool, Worker
 from phalanx.testing.runs import MultiProcessRun, Reply
@@ -82,7 +83,9 @@ class MultiProcess:
         preload: Sequence[str] = (),
     ) -> None:
         if not isinstance(devices, int) or devices < 1:
-            raise InvalidValueError(f"devices must be a whole number from 1. Received: {devices!r}")
+            raise InvalidValueError(
+                f"devices must be a whole number from 1. Received: {shown(devices)}"
+            )
         self._tasks = job_tasks(workers, ps, chief)
         self.names = [str(task) for task in self._tasks]
         self._devices = devices
@@ -131,7 +134,8 @@ class MultiProcess:
         self._open_pool()
         if self._run is not None and not self._run.done:
             raise FailedPreconditionError(
-                f"The workers still run another function. Wait for its results first. Received: {fn!r}"
+                "The workers still run another function. Wait for its results first. "
+                f"Received: {shown(fn)}"
             )
         if self._is_spent():
             self._stack.close()
@@ -294,7 +298,7 @@ class MultiProcess:
         workers = self._open_pool().workers
         if worker not in workers:
             raise InvalidValueError(
-                f"worker must be an index from 0 to {len(self._tasks) - 1}. Received: {worker!r}"
+                f"worker must be an index from 0 to {len(self._tasks) - 1}. Received: {shown(worker)}"
             )
         return workers[worker]
 
@@ -367,5 +371,5 @@ class MultiProcess:
 def _module_names(preload: Sequence[str]) -> tuple[str, ...]:
     names = (preload,) if isinstance(preload, str) else tuple(preload)
     if not all(isinstance(name, str) and name for name in names):
-        raise InvalidValueError(f"preload must be names of modules. Received: {preload!r}")
+        raise InvalidValueError(f"preload must be names of modules. Received: {shown(preload)}")
     return names

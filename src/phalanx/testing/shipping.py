@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 
 from phalanx.core.errors import InvalidTypeError
+from phalanx.core.showing import shown
 
 __all__ = ["frame", "pack_call", "split_frames"]
 
@@ -45,14 +46,14 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     notebook or a script would run again from its top. What comes from other modules is imported.
     """
     if not callable(fn):
-        raise InvalidTypeError(f"fn must be a function. Received: {fn!r}")
+        raise InvalidTypeError(f"fn must be a function. Received: {shown(fn)}")
     try:
         with _by_value(_module_of(fn)):
             return cloudpickle.dumps((fn, args, dict(kwargs)))
     except Exception as error:
         raise InvalidTypeError(
             "The function, its arguments, and what the function uses of its module must be things that "
-            f"can be sent to another process: {error}. Received: {fn!r}"
+            f"can be sent to another process: {error}. Received: {shown(fn)}"
         ) from error
 
 

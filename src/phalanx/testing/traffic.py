@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.execution.function import function
 
 
@@ -99,13 +100,13 @@ def communication(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Commun
         Traffic(count=1, bytes=400)
     """
     if not callable(step):
-        raise InvalidTypeError(f"communication needs a callable step. Received: {step!r}")
+        raise InvalidTypeError(f"communication needs a callable step. Received: {shown(step)}")
     compilable: Any = step if hasattr(step, "lower") else function(step)
     text = compilable.lower(*args, **kwargs).compile().as_text()
     if text is None:
         raise InvalidValueError(
             "The platform of this program does not show what it was compiled to. Use CPU devices. "
-            f"Received: {step!r}"
+            f"Received: {shown(step)}"
         )
     return parse_hlo(text)
 

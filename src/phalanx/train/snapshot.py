@@ -8,6 +8,7 @@ import jax
 
 from phalanx.core import compat, transactions
 from phalanx.core.errors import ContextError, InvalidTypeError
+from phalanx.core.showing import shown
 from phalanx.core.variables import Variable
 
 
@@ -37,7 +38,7 @@ def snapshot(variables: Any) -> Any:
         )
     found = [v for v in jax.tree.leaves(variables) if isinstance(v, Variable)]
     if not found:
-        raise InvalidTypeError(f"A nest with variables is needed. Received: {variables!r}")
+        raise InvalidTypeError(f"A nest with variables is needed. Received: {shown(variables)}")
 
     def read() -> Any:
         return jax.tree.map(lambda v: v.state() if isinstance(v, Variable) else v, variables)

@@ -51,7 +51,7 @@ def dial(address: str, token: str, timeout: float) -> tuple[socket.socket, Strea
             raise DeadlineExceededError(
                 f"The hub at {address} could not be reached within {timeout:g} seconds: {reason}. It "
                 "runs in the launcher, or next to the first worker: check that this has started, and "
-                f"that the address is right. Received: {address!r}"
+                f"that the address is right. Received: {shown(address)}"
             )
         time.sleep(_PAUSE)
 

@@ -128,7 +128,7 @@ class Stream:
             if not _GREETING.startswith(start):
                 raise ProtocolError(
                     "What listens there is not a hub of Phalanx, or one of another version. "
-                    f"Received: {start!r}"
+                    f"Received: {shown(start)}"
                 )
             if len(self._incoming) < len(_GREETING) + _NONCE:
                 return False

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from phalanx.core.errors import InvalidValueError, NotFoundError, PermissionDeniedError
+from phalanx.core.showing import shown
 
 __all__ = ["RunningJob", "announced", "find_job", "running_jobs", "runtime_folder"]
 
@@ -49,7 +50,7 @@ def runtime_folder() -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionDeniedError(
             "The folder for the files of running jobs must belong to you, and nobody else may read it "
-            f"(chmod 700); or set XDG_RUNTIME_DIR to another place. Received: {str(folder)!r}"
+            f"(chmod 700); or set XDG_RUNTIME_DIR to another place. Received: {shown(str(folder))}"
         )
     return folder
 
@@ -102,9 +103,9 @@ def find_job(which: str | None = None) -> RunningJob:
     listed = ", ".join(map(str, jobs)) or "none"
     if matching:
         raise InvalidValueError(
-            f"Several jobs match; name one by its number. Running: {listed}. Received: {which!r}"
+            f"Several jobs match; name one by its number. Running: {listed}. Received: {shown(which)}"
         )
-    raise NotFoundError(f"There is no such job. Running: {listed}. Received: {which!r}")
+    raise NotFoundError(f"There is no such job. Running: {listed}. Received: {shown(which)}")
 
 
 def _is_alive(pid: int) -> bool:

@@ -16,6 +16,7 @@ from types import TracebackType
 
 from phalanx.cluster.launch import guard as guard_program
 from phalanx.core.errors import NotFoundError
+from phalanx.core.showing import shown
 
 __all__ = ["Guard", "Process", "describe_code", "shell_code"]
 
@@ -146,7 +147,7 @@ class Process:
             )
         except OSError as error:
             raise NotFoundError(
-                f"The program cannot be started: {error.strerror}. Received: {argv[0]!r}"
+                f"The program cannot be started: {error.strerror}. Received: {shown(argv[0])}"
             ) from error
         guard_program.brand(self.pid, self._mark)
         guard.watch(self.pid)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from phalanx.core.errors import InvalidValueError, UnavailableError
+from phalanx.core.showing import shown
 
 __all__ = ["agent_command", "agent_order", "own_address", "parse_hosts", "shell_text"]
 
@@ -34,7 +35,7 @@ def parse_hosts(text: str, count: int) -> tuple[list[str], list[str]]:
     if not all(listed) or any(host.startswith("-") or len(host.split()) > 1 for host in listed):
         raise InvalidValueError(
             "Hosts are names with commas between them, such as 'a,b' or 'me@a,b:2222'. "
-            f"Received: {text!r}"
+            f"Received: {shown(text)}"
         )
     used: Counter[str] = Counter()
     logins, addresses = [], []
@@ -43,7 +44,8 @@ def parse_hosts(text: str, count: int) -> tuple[list[str], list[str]]:
         host = login.rpartition("@")[2]
         if not host or (port and not port.isdigit()):
             raise InvalidValueError(
-                f"A host is a name, or a name and a port, such as 'a' or 'a:2222'. Received: {text!r}"
+                "A host is a name, or a name and a port, such as 'a' or 'a:2222'. "
+                f"Received: {shown(text)}"
             )
         logins.append(login)
         addresses.append(f"{host}:{int(port or FIRST_PORT) + used[host]}")
@@ -81,5 +83,5 @@ def own_address(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UnavailableError(
-            f"There is no way to this host: {error.strerror or error}. Received: {host!r}"
+            f"There is no way to this host: {error.strerror or error}. Received: {shown(host)}"
         ) from error

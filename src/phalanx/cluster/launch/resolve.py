@@ -18,6 +18,7 @@ from phalanx.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from phalanx.core.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 
 __all__ = ["RESOLVERS", "parse_arguments", "parse_task", "resolved", "resolved_config"]
 
@@ -42,7 +43,7 @@ def parse_arguments(words: list[str]) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not name.isidentifier() or not equals:
             raise InvalidValueError(
-                f"An argument of a resolver is written name=value. Received: {word!r}"
+                f"An argument of a resolver is written name=value. Received: {shown(word)}"
             )
         try:
             arguments[name] = json.loads(value)
@@ -60,7 +61,7 @@ def parse_task(text: str) -> Task:
     kind, _, index = text.partition(":")
     if not kind or not index.isdigit():
         raise InvalidValueError(
-            f"A task is written as its type and index, such as worker:1. Received: {text!r}"
+            f"A task is written as its type and index, such as worker:1. Received: {shown(text)}"
         )
     return Task(kind, int(index))
 
@@ -88,7 +89,8 @@ def resolved(name: str, arguments: Mapping[str, Any], task: Task | None) -> Simp
     if not cluster or kind is None or index is None:
         raise ClusterEnvironmentError(
             f"{RESOLVERS[name].__name__} does not know which task of which cluster this process is. "
-            f"Say it with --task worker:0. Received: {cluster}, task type {kind!r}, index {index!r}"
+            "Say it with --task worker:0. "
+            f"Received: {cluster}, task type {shown(kind)}, index {shown(index)}"
         )
     validate_cluster_spec(cluster, kind, index)
     return SimpleClusterResolver(cluster, task_type=kind, task_id=index)

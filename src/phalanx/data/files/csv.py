@@ -338,5 +338,5 @@ class CsvBlocks:
     def _bad(self, number: int, offset: int, reason: str) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"{Path(self._path).name} cannot be read at row {number}, which starts at byte {offset}: "
-            f"{reason}. Everything before it was read. Received: {self._path!r}"
+            f"{reason}. Everything before it was read. Received: {shown(self._path)}"
         )

@@ -225,7 +225,8 @@ def _selection(
     """The positions of the columns to read, and how many fields a row has."""
     if select is not None and exclude is not None:
         raise InvalidValueError(
-            f"Give select_cols or exclude_cols, not both. Received: {shown(select)} and {exclude!r}"
+            "Give select_cols or exclude_cols, not both. "
+            f"Received: {shown(select)} and {shown(exclude)}"
         )
     given = select if select is not None else exclude
     if given is None:

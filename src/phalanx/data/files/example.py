@@ -242,7 +242,7 @@ class Features:
             if not isinstance(key, str) or not isinstance(feature, Feature):
                 raise InvalidTypeError(
                     "Features maps strings to px.train.Feature objects. "
-                    f"Received: {shown(key)}: {feature!r} of type {type(feature).__name__}"
+                    f"Received: {shown(key)}: {shown(feature)} of type {type(feature).__name__}"
                 )
 
     def __eq__(self, other: object) -> bool:
@@ -305,7 +305,7 @@ class Example:
             raise wire.malformed("This", reason, data) from None
         except UnicodeDecodeError as error:
             raise InvalidArgumentError(
-                f"The name of a feature is not UTF-8. Received: {error.object!r}"
+                f"The name of a feature is not UTF-8. Received: {shown(error.object)}"
             ) from error
         self._is_set, self.features = bool(data), Features(feature)
         return len(data)

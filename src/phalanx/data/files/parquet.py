@@ -18,6 +18,7 @@ from phalanx.core.errors import (
     MissingPackageError,
     PhalanxError,
 )
+from phalanx.core.showing import shown
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.columns import Chunk, Column
 from phalanx.data.files.plain import STRING, strings
@@ -46,7 +47,7 @@ def open_parquet(path: str) -> Any:
     except _faults() as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise named_error(path, error) from error
-        raise DataLossError(f"A Parquet file is damaged: {error}. Received: {path!r}") from error
+        raise DataLossError(f"A Parquet file is damaged: {error}. Received: {shown(path)}") from error
 
 
 def _faults() -> tuple[type[Exception], ...]:
@@ -96,7 +97,7 @@ def _number_type(kind: Any, field: Any) -> np.dtype[Any]:
         return np.dtype(f"{'M' if types.is_timestamp(kind) else 'm'}8[{kind.unit}]")
     raise InvalidTypeError(
         "Parquet columns can hold numbers, booleans, times, strings, lists of them and structs; leave "
-        f"others out with columns=[...]. Received: {field.name!r} of type {kind}"
+        f"others out with columns=[...]. Received: {shown(field.name)} of type {kind}"
     )
 
 
@@ -213,7 +214,7 @@ class ParquetBlocks:
     def _damaged(self, error: Exception) -> DataLossError:
         self._damage = DataLossError(
             f"A Parquet file is damaged in row group {self._group - 1}, at or after row "
-            f"{self._number}: {error}. Received: {self._path!r}"
+            f"{self._number}: {error}. Received: {shown(self._path)}"
         )
         return self._damage
 
@@ -258,7 +259,7 @@ class ParquetBlocks:
                 raise InvalidArgumentError(
                     "All Parquet files of a dataset need the same columns, and "
                     f"{self._format.first!r} has {name!r} of type {kind}. "
-                    f"Received: {self._path!r} with "
+                    f"Received: {shown(self._path)} with "
                     + (f"type {have[name]}" if name in have else f"the columns {sorted(have)}")
                 )
 

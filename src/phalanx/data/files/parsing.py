@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.core.showing import shown
 from phalanx.data.elements import Ragged
 from phalanx.data.files import wire
 
@@ -34,7 +35,7 @@ def _kind_of(dtype: Any) -> int:
             return kind
     raise InvalidTypeError(
         "A feature is stored as float32, int64 or string (bytes); parse it as one of them and convert "
-        f"it afterwards. Received: dtype={dtype!r}"
+        f"it afterwards. Received: dtype={shown(dtype)}"
     )
 
 
@@ -44,7 +45,7 @@ def _shape_of(shape: Any) -> tuple[int, ...]:
         if isinstance(dim, bool) or not isinstance(dim, int | np.integer) or dim < 0:
             raise InvalidValueError(
                 "The shape of a feature must be made of sizes; use FixedLenSequenceFeature or "
-                f"VarLenFeature where the number of values varies. Received: shape={shape!r}"
+                f"VarLenFeature where the number of values varies. Received: shape={shown(shape)}"
             )
     return tuple(int(dim) for dim in dims)
 
@@ -117,7 +118,7 @@ class FixedLenSequenceFeature:
     def __post_init__(self) -> None:
         _default(self, ())
         if 0 in _shape_of(self.shape):
-            raise InvalidValueError(f"An item must have values. Received: shape={self.shape!r}")
+            raise InvalidValueError(f"An item must have values. Received: shape={shown(self.shape)}")
         if not self.allow_missing:
             raise InvalidValueError(
                 "FixedLenSequenceFeature needs allow_missing=True: records may have no items, and are "
@@ -151,7 +152,7 @@ def _default(
         )
     except (TypeError, ValueError) as error:
         raise InvalidValueError(
-            f"default_value must be a {_NAMES[kind]} of shape {shape}. Received: {value!r}"
+            f"default_value must be a {_NAMES[kind]} of shape {shape}. Received: {shown(value)}"
         ) from error
 
 
@@ -243,13 +244,13 @@ def _as_records(serialized: Any) -> list[bytes]:
 def _check_features(features: Mapping[str, ParsedFeature]) -> dict[str, ParsedFeature]:
     if not isinstance(features, Mapping) or not features:
         raise InvalidValueError(
-            f"features must be a dictionary that names what to parse. Received: {features!r}"
+            f"features must be a dictionary that names what to parse. Received: {shown(features)}"
         )
     for key, feature in features.items():
         if not isinstance(key, str) or not isinstance(feature, ParsedFeature):
             raise InvalidTypeError(
                 "features maps names to FixedLenFeature, FixedLenSequenceFeature or VarLenFeature. "
-                f"Received: {key!r}: {feature!r}"
+                f"Received: {shown(key)}: {shown(feature)}"
             )
     return dict(features)
 
@@ -288,7 +289,7 @@ def _column(key: str, feature: ParsedFeature, batch: _Batch) -> Any:
     if wrong.any():
         which = int(wrong.argmax())
         raise InvalidArgumentError(
-            f"Feature {key!r} of {names[which]} has another type than was asked for. Received: "
+            f"Feature {shown(key)} of {names[which]} has another type than was asked for. Received: "
             f"{_NAMES[int(kinds[which])]} in the record, dtype {_NAMES[kind]} in features"
         )
     try:
@@ -296,7 +297,7 @@ def _column(key: str, feature: ParsedFeature, batch: _Batch) -> Any:
         numbers, counts = decoded or _decode(kind, batch.records, found)
     except wire.Malformed as reason:
         raise InvalidArgumentError(
-            f"Feature {key!r} cannot be read: {reason}. Received: {len(names)} records"
+            f"Feature {shown(key)} cannot be read: {reason}. Received: {len(names)} records"
         ) from None
     if isinstance(feature, FixedLenFeature):
         return _fixed(key, feature, numbers, counts, kinds == kind, names)
@@ -417,7 +418,7 @@ def decode_raw(
     dtype = np.dtype(out_type).newbyteorder("<" if little_endian else ">")
     strings = np.array(input_bytes, object)
     if not all(isinstance(s, bytes) for s in strings.flat):
-        raise InvalidTypeError(f"decode_raw takes bytes. Received: {input_bytes!r}")
+        raise InvalidTypeError(f"decode_raw takes bytes. Received: {shown(input_bytes)}")
     texts = list(strings.flat)
     if fixed_length is not None:
         texts = [text[:fixed_length].ljust(fixed_length, b"\0") for text in texts]

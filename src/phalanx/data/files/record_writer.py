@@ -12,6 +12,7 @@ from phalanx.core.errors import (
     InvalidTypeError,
     InvalidValueError,
 )
+from phalanx.core.showing import shown
 from phalanx.data import checks
 from phalanx.data.files.records import FOOTER, HEADER, frame
 from phalanx.data.files.source import as_name
@@ -134,7 +135,7 @@ class TFRecordWriter:
         if not isinstance(record, bytes | bytearray | memoryview):
             raise InvalidTypeError(
                 "A record is bytes; encode strings, as in 'text'.encode(). "
-                f"Received: {record!r} of type {type(record).__name__}"
+                f"Received: {shown(record)} of type {type(record).__name__}"
             )
         self._check_open()
         self._pending.append(bytes(record))
@@ -168,7 +169,7 @@ class TFRecordWriter:
     def _check_open(self) -> None:
         if self._file.closed:
             raise FailedPreconditionError(
-                f"This TFRecordWriter was closed; make another one. Received: {self._path!r}"
+                f"This TFRecordWriter was closed; make another one. Received: {shown(self._path)}"
             )
 
     def _drain(self) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from phalanx.core.errors import InvalidTypeError, NotFoundError
+from phalanx.core.showing import shown
 from phalanx.data import checks
 from phalanx.data.columns import Chunk
 from phalanx.data.files.streams import check_regular
@@ -237,7 +238,8 @@ def as_name(name: Any) -> str:
     if isinstance(name, str | bytes | os.PathLike):
         return os.fsdecode(name)
     raise InvalidTypeError(
-        f"The name of a file is a string or a path. Received: {name!r} of type {type(name).__name__}"
+        "The name of a file is a string or a path. "
+        f"Received: {shown(name)} of type {type(name).__name__}"
     )
 
 

@@ -18,6 +18,7 @@ from phalanx.core.errors import (
     ResourceExhaustedError,
     UnknownError,
 )
+from phalanx.core.showing import shown
 
 BUFFER_BYTES = 1 << 19
 """How much is read at once if nothing else was asked for."""
@@ -57,7 +58,7 @@ def check_compression(compression_type: str | None) -> str:
     if compression_type not in _WINDOW_BITS:
         raise InvalidValueError(
             "compression_type must be None, '' (both: none), 'GZIP' or 'ZLIB'. "
-            f"Received: {compression_type!r}"
+            f"Received: {shown(compression_type)}"
         )
     return compression_type
 
@@ -90,15 +91,15 @@ def check_regular(path: str) -> None:
         return  # opening it says what is wrong
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device"
-        raise InvalidValueError(f"A file is needed, not {kind}. Received: {path!r}")
+        raise InvalidValueError(f"A file is needed, not {kind}. Received: {shown(path)}")
 
 
 def named_error(path: str, error: OSError) -> OpError:
     """The error of ours for an error of the operating system."""
     if isinstance(error, FileNotFoundError):
-        return NotFoundError(f"There is no file of this name. Received: {path!r}")
+        return NotFoundError(f"There is no file of this name. Received: {shown(path)}")
     kind = PermissionDeniedError if isinstance(error, PermissionError) else UnknownError
-    return kind(f"A file cannot be used: {error.strerror or error}. Received: {path!r}")
+    return kind(f"A file cannot be used: {error.strerror or error}. Received: {shown(path)}")
 
 
 def too_large(path: str, what: str, number: int, size: int, most: int) -> ResourceExhaustedError:
@@ -114,7 +115,7 @@ def too_large(path: str, what: str, number: int, size: int, most: int) -> Resour
     return ResourceExhaustedError(
         f"{Path(path).name} has a {what} of {size} bytes or more, number {number}. A few compressed "
         f"bytes can stand for very many, so the limit is {most}. If the file is right, give a larger "
-        f"max_record_bytes. Received: {path!r}"
+        f"max_record_bytes. Received: {shown(path)}"
     )
 
 
@@ -130,7 +131,7 @@ def data_loss(path: str, what: str, number: int, offset: int, reason: str) -> Da
     """
     return DataLossError(
         f"{Path(path).name} is damaged at {what} {number}, which starts at byte {offset}: {reason}. "
-        f"Everything before it was read. Received: {path!r}"
+        f"Everything before it was read. Received: {shown(path)}"
     )
 
 
