@@ -1,4 +1,4 @@
-"""Many steps, after which memory, threads and descriptors are what they were; run by test_stress.py.
+"""Many steps, after which memory, threads and descriptors are as before; run by test_whole_steps.py.
 
 Usage: endurance_program.py STEPS
 """

@@ -20,7 +20,6 @@ import phalanx as px
 from phalanx.core import transactions
 from phalanx.core.turns import Turn, Turns
 
-PROGRAM = Path(__file__).with_name("interrupt_program.py")
 DEADLINE = 60.0
 SUM, MEAN = px.VariableAggregation.SUM, px.VariableAggregation.MEAN
 
@@ -351,28 +350,34 @@ def test_a_turn_that_was_never_given_back_ends_with_its_holder() -> None:
 # -- interrupts ------------------------------------------------------------------------------------
 
 
-def interrupt(kind: str, replicas: int, interrupts: int, seed: int, timeout: float) -> None:
+def run(program: str, *arguments: object, timeout: float) -> None:
+    """Run a program that stands beside this file."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS")}
-    arguments = map(str, (kind, replicas, interrupts, seed))
+    path = Path(__file__).with_name(program)
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments],
+        [sys.executable, str(path), *map(str, arguments)],
         env=inherited,
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert done.stdout.endswith("done\n")
 
 
 @pytest.mark.parametrize(("kind", "replicas"), [("compiled", 2), ("eager", 2), ("input", 2)])
 def test_an_interrupted_step_has_happened_or_not(kind: str, replicas: int) -> None:
-    interrupt(kind, replicas, 60, seed=0, timeout=120.0)
+    run("interrupt_program.py", kind, replicas, 60, 0, timeout=120.0)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["compiled", "eager", "loop", "callback", "plain", "input"])
 def test_thousands_of_interrupts(kind: str, replicas: int) -> None:
-    interrupt(kind, replicas, 700, seed=replicas, timeout=900.0)
+    run("interrupt_program.py", kind, replicas, 700, replicas, timeout=900.0)
+
+
+@pytest.mark.soak
+def test_memory_threads_and_descriptors_do_not_grow() -> None:
+    run("endurance_program.py", 20_000, timeout=1800.0)
