@@ -65,6 +65,23 @@ def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> jax.
     return jax.lax.convert_element_type(array, array.dtype)
 
 
+@dataclass(frozen=True)
+class VariableReference:
+    """A hashable reference to a variable; `deref` gives it back."""
+
+    _variable: Variable
+
+    def deref(self) -> Variable:
+        """The variable."""
+        return self._variable
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VariableReference) and self._variable is other._variable
+
+    def __hash__(self) -> int:
+        return id(self._variable)
+
+
 _live: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 _serial = itertools.count()
 

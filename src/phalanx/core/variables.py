@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
@@ -33,7 +32,7 @@ from phalanx.core.synchronization import (
 )
 from phalanx.core.updates import apply_update, broadcasts_to, fitting_shape
 from phalanx.core.values import DistributedValues, describe_numpy, device_of, place
-from phalanx.core.variable_spec import VariableSpec, initial_array, register
+from phalanx.core.variable_spec import VariableReference, VariableSpec, initial_array, register
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
@@ -397,23 +396,6 @@ class ResourceVariable(Variable):
         self, spec: VariableSpec, strategy: Strategy | None = None, device: jax.Device | None = None
     ) -> None:
         self._set_up(spec, strategy, device or device_of(spec.value))
-
-
-@dataclass(frozen=True)
-class VariableReference:
-    """A hashable reference to a variable; `deref` gives it back."""
-
-    _variable: Variable
-
-    def deref(self) -> Variable:
-        """The variable."""
-        return self._variable
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, VariableReference) and self._variable is other._variable
-
-    def __hash__(self) -> int:
-        return id(self._variable)
 
 
 # -- making variables ---------------------------------------------------------------------------
