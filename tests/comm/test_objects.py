@@ -54,10 +54,8 @@ def test_objects_that_cannot_travel_are_an_error_on_all_ranks() -> None:
             assert kind == "InvalidTypeError", (rank, answers)
             assert "The object of rank 1 at " in text
             assert "test_objects.py:" in text
-            assert (
-                "cannot be pickled: RuntimeError('not me'). Received: <Shy whose repr fails with KeyError>"
-                in text
-            )
+            assert "cannot be pickled: RuntimeError('not me'). Received: " in text
+            assert "<Shy whose repr fails with KeyError>" in text
         for which, (kind, text) in enumerate(answers["unpickled"][:4]):
             if (which, rank) not in ((1, 1), (3, 0)):  # those have nothing to unpickle
                 assert kind == "InvalidTypeError", (rank, which, text)
