@@ -40,16 +40,19 @@ class Turns:
 
     def run(self, fn: Callable[[], T]) -> T:
         """Call a short function in a turn of its own; no signal handler interrupts it."""
+        with uninterrupted():
+            if self._lock.acquire(blocking=False):
+                return self._run(fn)
         result: list[T] = []
-
-        def in_turn() -> None:
-            try:
-                result.append(fn())
-            finally:
-                self._release()
-
-        self._until(in_turn)
+        self._until(lambda: result.append(self._run(fn)))
         return result[0]
+
+    def _run(self, fn: Callable[[], T]) -> T:
+        self._thread = threading.get_ident()
+        try:
+            return fn()
+        finally:
+            self._release()
 
     def begin(self, turn: Turn) -> None:
         """Wait until a turn can begin."""
