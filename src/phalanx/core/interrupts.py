@@ -46,10 +46,6 @@ class _Delayed:
     def __init__(self, handler: Handler, section: uninterrupted) -> None:
         self.handler, self._section = handler, section
 
-    @property
-    def is_over(self) -> bool:
-        return self._section.late is None
-
     def __call__(self, number: int, frame: FrameType | None) -> None:
         late = self._section.late
         if late is None:
@@ -81,7 +77,7 @@ class uninterrupted:  # noqa: N801 - reads as a statement
         >>> _ = signal.signal(signal.SIGUSR1, before)
     """
 
-    __slots__ = ("_delayed", "_outer", "late")
+    __slots__ = ("_delayed", "late")
 
     def __init__(self) -> None:
         self.late: dict[int, FrameType | None] | None = None
@@ -90,15 +86,15 @@ class uninterrupted:  # noqa: N801 - reads as a statement
     def __enter__(self) -> None:
         if _thread.get_ident() != threading.main_thread().ident:
             return
+        outer = _MainThread.section
+        if outer is not None and outer.late is not None:
+            return  # handlers wait already
         self.late = {}
-        self._outer = _MainThread.section
         _MainThread.section = self
         try:
             for number in compress(_NUMBERS, map(callable, map(_signal.getsignal, _NUMBERS))):
                 handler = _signal.getsignal(number)
-                if isinstance(handler, _Delayed):
-                    if not handler.is_over:
-                        continue  # an outer section holds it
+                if isinstance(handler, _Delayed):  # of a section that is over
                     handler = handler.handler
                 delayed = self._delayed[number] = _Delayed(handler, self)
                 _signal.signal(number, delayed)
@@ -116,18 +112,19 @@ class uninterrupted:  # noqa: N801 - reads as a statement
             self._end()
 
     def _end(self) -> None:
-        _MainThread.section = self._outer
+        _MainThread.section = None
         late, self.late = self.late, None  # from here on handlers run
         try:
             for number, delayed in self._delayed.items():
                 if _signal.getsignal(number) is delayed:
                     _signal.signal(number, delayed.handler)
         finally:
-            _run([(self._delayed[n].handler, n, frame) for n, frame in (late or {}).items()])
+            if late:
+                _run([(self._delayed[n].handler, n, frame) for n, frame in late.items()])
 
 
 class _MainThread:
-    section: uninterrupted | None = None  # the innermost one
+    section: uninterrupted | None = None  # the one that is under way
 
 
 def let_handlers_run() -> None:
@@ -136,15 +133,10 @@ def let_handlers_run() -> None:
     For sections that may take long: what a handler raises is raised here.
     """
     section = _MainThread.section
-    if section is None or _thread.get_ident() != threading.main_thread().ident:
+    if section is None or not section.late or _thread.get_ident() != threading.main_thread().ident:
         return
-    waiting: list[tuple[Handler, int, FrameType | None]] = []
-    while section is not None:  # the outermost has replaced the handlers
-        if section.late:
-            late, section.late = section.late, {}
-            waiting += [(section._delayed[n].handler, n, frame) for n, frame in late.items()]
-        section = section._outer
-    _run(waiting)
+    late, section.late = section.late, {}
+    _run([(section._delayed[n].handler, n, frame) for n, frame in late.items()])
 
 
 def _run(late: list[tuple[Handler, int, FrameType | None]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -137,6 +138,7 @@ class Program:
         old = [v for v in used.read if v not in used.written and needed[position[v]]]
         # Variables belong to the caller, and hold their strategies: here they are kept by nobody.
         self._written, self._read = _references(new), _references(old)
+        self._needed = [*self._written, *self._read, *result.variables]
         written, read = [position[v] for v in new], [position[v] for v in old]
         total = len(variables)
 
@@ -177,8 +179,9 @@ class Program:
 
     def variables(self) -> list[Variable] | None:
         """The variables that the program needs; None if one of them is gone."""
-        found = _alive((*self._written, *self._read, *self._result.variables))
-        return None if any(v is None for v in found) else found
+        found: list[Any] = [reference() for reference in self._needed]
+        # Variables have an == of their own, so `None in found` would compute.
+        return None if any(map(operator.is_, found, itertools.repeat(None))) else found
 
     @staticmethod
     def trace(fn: Callable[..., Any], call: Call, name: str) -> Program | list[Variable]:
@@ -318,10 +321,6 @@ class Result:
 
 def _references(variables: Sequence[Variable]) -> list[weakref.ref[Variable]]:
     return [weakref.ref(v) for v in variables]
-
-
-def _alive(references: Sequence[weakref.ref[Variable]]) -> list[Any]:
-    return [reference() for reference in references]
 
 
 def _as_held(variable: Variable, x: Any) -> Any:
