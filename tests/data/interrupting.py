@@ -73,7 +73,7 @@ def interrupt_at(number: int, call: Callable[[], Any]) -> bool:
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal moments
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes = True  # without lines, Python 3.13 tells no steps either
         if event == "call" and frame.f_back is not None and last.get(frame.f_back) == "CALL":
             last[frame.f_back] = ""  # what was called is no C function, so that nothing runs behind it
         if event == "opcode":
@@ -88,6 +88,8 @@ def interrupt_at(number: int, call: Callable[[], Any]) -> bool:
 
     before = sys.gettrace()
     with alarms():
+        # Since Python 3.12, steps are only told if some frame wanted them when the tracing began.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(trace)
         try:
             call()
