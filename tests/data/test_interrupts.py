@@ -286,7 +286,7 @@ def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(20)
         assert not thread.is_alive()
     assert errors == []
     return found
@@ -321,3 +321,21 @@ def test_threads_share_a_dataset(plan: str) -> None:
     expected = plain(list(PLANS[plan]()))
     parts = in_threads(8, lambda i: plain(list(dataset)))
     assert parts == [expected] * 8
+
+
+@pytest.mark.parametrize("kind", ["distributed", "threads"])
+def test_closing_can_be_interrupted_and_done_again(kind: str) -> None:
+    strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+    dataset = D.range(40).map(same, num_parallel_calls=1).prefetch(2)
+    source = strategy.experimental_distribute_dataset(D.range(40).batch(2))
+    closed = False
+    for number in itertools.count(1):
+        iterator = iter(source if kind == "distributed" else dataset)
+        next(iterator)
+        with contextlib.suppress(Interrupt):
+            closed = interrupt_at(number, iterator.close)
+        in_threads(1, lambda i: iterator.close())
+        assert list(iterator) == []
+        if closed:
+            break
+    assert number > 5

@@ -103,4 +103,4 @@ def test_nothing_is_left_over(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", PLANS)
 def test_nothing_is_left_over_after_long(plan: str, tmp_path: Path) -> None:
-    check([plan], 400, tmp_path)
+    check([plan], 100, tmp_path)

@@ -240,7 +240,8 @@ class _Production:
         return shapes != {"null"}, len(shapes) == 1 and said[0] != []
 
     def cancel(self) -> None:
-        self._given_up.set()
+        with uninterrupted():
+            self._given_up.set()
         if self._feed is not None:
             self._feed.cancel()
 
