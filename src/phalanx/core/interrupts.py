@@ -10,6 +10,9 @@ has three ways out, the cheapest first:
 * Let another thread do it. Handlers never run there.
 * `uninterrupted`, for a few steps that never wait.
 
+Since Python 3.12 the jump at the end of a loop's round is not covered by a ``try`` or ``with`` around
+the loop in the same function. Where it matters, the loop is a function of its own.
+
 Locks of C (`threading.Lock`, `threading.RLock`, `queue.SimpleQueue`) in a ``with`` statement of their
 own are safe. `threading.Condition`, `Event`, `Semaphore` and `concurrent.futures.Future` are written in
 Python: an interrupt in one of their methods can leave its lock locked for ever. `Bell` stands in for
@@ -92,15 +95,18 @@ class uninterrupted:  # noqa: N801 - reads as a statement
         self.late = {}
         _MainThread.section = self
         try:
-            for number in compress(_NUMBERS, map(callable, map(_signal.getsignal, _NUMBERS))):
-                handler = _signal.getsignal(number)
-                if isinstance(handler, _Delayed):  # of a section that is over
-                    handler = handler.handler
-                delayed = self._delayed[number] = _Delayed(handler, self)
-                _signal.signal(number, delayed)
+            self._delay()
         except BaseException:  # of a signal that was not delayed yet
             self._end()
             raise
+
+    def _delay(self) -> None:
+        for number in compress(_NUMBERS, map(callable, map(_signal.getsignal, _NUMBERS))):
+            handler = _signal.getsignal(number)
+            if isinstance(handler, _Delayed):  # of a section that is over
+                handler = handler.handler
+            delayed = self._delayed[number] = _Delayed(handler, self)
+            _signal.signal(number, delayed)
 
     def __exit__(
         self,
@@ -115,12 +121,15 @@ class uninterrupted:  # noqa: N801 - reads as a statement
         _MainThread.section = None
         late, self.late = self.late, None  # from here on handlers run
         try:
-            for number, delayed in self._delayed.items():
-                if _signal.getsignal(number) is delayed:
-                    _signal.signal(number, delayed.handler)
+            self._put_back()
         finally:
             if late:
                 _run([(self._delayed[n].handler, n, frame) for n, frame in late.items()])
+
+    def _put_back(self) -> None:
+        for number, delayed in self._delayed.items():
+            if _signal.getsignal(number) is delayed:
+                _signal.signal(number, delayed.handler)
 
 
 class _MainThread:

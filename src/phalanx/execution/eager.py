@@ -148,15 +148,18 @@ class EagerRun:
         """Run all replicas to the end; raises what the first failing one raised."""
         first, *others = self._replicas
         try:
-            self._call(first)
-            for replica in others:
-                self._finish(replica, first)
+            self._run_all(first, others)
         except ReplicaAborted:
             assert self._failure is not None
             raise self._failure from self._failure.__cause__
         finally:
             self._stop(others)
         return [replica.result for replica in self._replicas]
+
+    def _run_all(self, first: _Replica, others: Sequence[_Replica]) -> None:
+        self._call(first)
+        for replica in others:
+            self._finish(replica, first)
 
     def _call(self, replica: _Replica) -> None:
         """Run the function for one replica in the current thread."""

@@ -27,7 +27,7 @@ from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
 from phalanx.execution.lifetimes import Table
 from phalanx.execution.program import Call, Program
-from phalanx.execution.taking import Source, Taken
+from phalanx.execution.taking import Source, Taken, give_back
 from phalanx.execution.variance import differing_marks
 
 if TYPE_CHECKING:
@@ -191,25 +191,28 @@ class Function:
             then: called if the steps happen, in the same moment.
         """
         found: list[_Found] = []
+        try:
+            return self._run_found(elements, found, then)
+        finally:
+            give_back([each.taken for each in found])
 
+    def _run_found(
+        self, elements: Sequence[tuple[Any, ...]], found: list[_Found], then: Callable[[], None]
+    ) -> Callable[[int], Any] | None:
         def use() -> None:
             then()
             for each in found:
                 each.taken.use()
 
-        try:
-            for args in elements:
-                found.append(self._find(args, {}))
-            program = found[0].program
-            if program is None or any(f.program is not program for f in found):
-                return None
-            if not found[0].arrays:  # nothing that a loop could go over
-                return None
-            columns = zip(*(f.arrays for f in found), strict=True)
-            return program.run_loop(found[0].variables, [list(column) for column in columns], use)
-        finally:
-            for each in reversed(found):
-                each.taken.give_back()
+        for args in elements:
+            found.append(self._find(args, {}))
+        program = found[0].program
+        if program is None or any(f.program is not program for f in found):
+            return None
+        if not found[0].arrays:  # nothing that a loop could go over
+            return None
+        columns = zip(*(f.arrays for f in found), strict=True)
+        return program.run_loop(found[0].variables, [list(column) for column in columns], use)
 
     def _trace(self, call: Call, taken: Taken) -> Program | str:
         try:

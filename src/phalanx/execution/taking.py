@@ -82,3 +82,10 @@ class Taken:
         """Let the iterators give what was taken, or what stands for it."""
         iterators = [iterator for iterator, _ in self._from[: len(self.elements)]]
         return pulls.feeding(iterators, self.elements if elements is None else elements, tracing)
+
+
+def give_back(taken: Sequence[Taken]) -> None:
+    """Let iterators give what several calls have taken once more, unless it was used."""
+    with uninterrupted():
+        for each in reversed(taken):
+            each.give_back()

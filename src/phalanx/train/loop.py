@@ -10,7 +10,7 @@ from phalanx.core import pulls
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 from phalanx.core.showing import shown
 from phalanx.execution.function import Function
-from phalanx.execution.taking import Taken
+from phalanx.execution.taking import Taken, give_back
 
 
 class LoopResults(Sequence[Any]):
@@ -71,18 +71,22 @@ def loop(step: Function, iterator: Iterator[Any], steps: int) -> LoopResults:
         )
     taken = _Elements(iterator)
     try:
-        elements = [x if isinstance(x, tuple) else (x,) for x in taken.take(steps)]
-        if not elements:
-            return LoopResults(0, lambda _: None)
-        result = step.run_steps(elements, taken.use_all)
-        if result is None:
-            results = [step.call_then(taken.use_one, element, {}) for element in elements]
-            result = results.__getitem__
-        return LoopResults(len(elements), result)
+        return _run(step, taken, steps)
     except BaseException as error:
         # A step that fails has had its element. Those that were not begun are given once more.
         taken.give_back(begun=isinstance(error, Exception))
         raise
+
+
+def _run(step: Function, taken: _Elements, steps: int) -> LoopResults:
+    elements = [x if isinstance(x, tuple) else (x,) for x in taken.take(steps)]
+    if not elements:
+        return LoopResults(0, lambda _: None)
+    result = step.run_steps(elements, taken.use_all)
+    if result is None:
+        results = [step.call_then(taken.use_one, element, {}) for element in elements]
+        result = results.__getitem__
+    return LoopResults(len(elements), result)
 
 
 class _Elements:
@@ -112,5 +116,4 @@ class _Elements:
         self._used = len(self._taken)
 
     def give_back(self, begun: bool) -> None:
-        for taken in reversed(self._taken[self._used + begun :]):
-            taken.give_back()
+        give_back(self._taken[self._used + begun :])
