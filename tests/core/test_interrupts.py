@@ -137,8 +137,9 @@ def interrupt_often(seconds: float, what: Any) -> int:
             signal.setitimer(signal.ITIMER_REAL, delay)
             what()
             late = time.monotonic() + 0.01
-            while time.monotonic() < late:  # the alarm is on its way, unless a finalizer got it
-                pass
+            while True:  # what is raised where `while condition` repeats, Python 3.12 catches nowhere
+                if time.monotonic() >= late:  # the alarm is on its way, unless a finalizer got it
+                    break
             signal.setitimer(signal.ITIMER_REAL, 0)  # on a busy machine it may come even later
         except Alarm:
             count += 1
