@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -154,3 +155,56 @@ def to_the_end(compiled: bool, guilty: int) -> float:
     if me() == guilty:
         hold()
     return leave()
+
+
+def left_in_native_code(compiled: bool, guilty: int) -> tuple[str, str, list[float]]:
+    """A step that never comes back: nobody ends the connections over which its program waits."""
+    from phalanx.cluster import data_plane, watchdog
+
+    data_plane.cut = watchdog.cut = lambda addresses: 0  # type: ignore[assignment]
+    s = px.MultiWorkerMirroredStrategy()
+    with s.scope():
+        w = px.Variable(np.ones(3, np.float32))
+
+    def step(x: jax.Array) -> None:
+        w.assign_add(reduce(x))
+
+    run = px.function(lambda x: s.run(step, args=(x,))) if compiled else lambda x: s.run(step, (x,))
+    x = s.experimental_distribute_values_from_function(lambda c: jnp.ones(3))
+    for _ in range(2):
+        run(x)
+    kind, text = "", ""
+    try:
+        if me() == guilty:
+            say("ready")
+            threading.Event().wait(60)
+        run(x)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        kind, text = type(error).__name__, str(error)
+    return kind, text, [float(v) for v in w.numpy()]
+
+
+def interrupted_wait(late: int) -> list[float]:
+    """Ctrl-C comes while a worker waits in a step for the late one; it then makes the step again."""
+    s = px.MultiWorkerMirroredStrategy()
+    with s.scope():
+        w = px.Variable(np.ones(3, np.float32))
+    step = px.function(lambda x: s.run(lambda x: w.assign_add(reduce(x)), args=(x,)))
+    x = s.experimental_distribute_values_from_function(lambda c: jnp.ones(3))
+    step(x)
+    if me() == late:
+        come = threading.Event()
+        signal.signal(signal.SIGUSR2, lambda *_: come.set())
+        say("ready")
+        assert come.wait(60)
+        step(x)
+    else:
+        say("waits")
+        try:
+            step(x)
+        except KeyboardInterrupt:
+            say(f"left with {w.numpy().tolist()}")
+    step(x)
+    threads = [t.name for t in threading.enumerate() if t.name == "phalanx-waiter"]
+    assert len(threads) <= 1, threads
+    return [float(v) for v in w.numpy()]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,7 +15,6 @@ from typing import Any
 import pytest
 
 import phalanx as px
-from phalanx.cluster.watchdog import EXIT_CODE
 from tests.multi_worker import faults
 from tests.processes import wait_gone
 
@@ -39,20 +40,6 @@ def wait_until(cluster: Gang, run: Any, worker: int, text: str) -> None:
     assert text in cluster.stdout(worker), run.replies
 
 
-def settled(play: Callable[[], list[Any]]) -> list[Any]:
-    """What became of a job's workers.
-
-    Rarely gloo stays in a wait although its connections are closed. Then the worker ends with a code
-    of its own, and says why the job has failed; the job is played again.
-    """
-    results = play()
-    hung = [result for result in results if result.exit_code == EXIT_CODE]
-    for result in hung:
-        assert "hangs in native code although the job has failed" in result.stderr
-        assert re.search(r"The failure: \S", result.stderr)
-    return play() if hung else results
-
-
 def outcomes(results: list[Any], guilty: int) -> list[faults.Outcome]:
     """What the others have raised; all of them still run."""
     others = [result for result in results if result.worker != guilty]
@@ -63,12 +50,8 @@ def outcomes(results: list[Any], guilty: int) -> list[faults.Outcome]:
 
 def played(fn: Callable[..., Any], *args: Any, **shape: Any) -> list[Any]:
     """What becomes of the workers of a new cluster that run a function."""
-
-    def play() -> list[Any]:
-        with gang(**shape) as cluster:
-            return cluster.start(fn, *args).results(timeout=60.0)
-
-    return settled(play)
+    with gang(**shape) as cluster:
+        return cluster.start(fn, *args).results(timeout=60.0)
 
 
 def some(names: str, cases: Iterable[tuple[Any, ...]], often: Callable[..., bool]) -> Any:
@@ -102,18 +85,12 @@ PHASES = [
     lambda *case: case[:3] == ("step", True, 1) or PHASES.index(case[:3]) % 3 == case[3],
 )
 def test_a_death(phase: str, compiled: bool, devices: int, guilty: int) -> None:
-    killed = 0.0
-
-    def play() -> list[Any]:
-        nonlocal killed
-        with gang(devices=devices) as cluster:
-            run = cluster.start(faults.caught, 10**9, compiled, phase, guilty)
-            wait_until(cluster, run, guilty, "ready" if phase in faults.HELD else "started")
-            killed = time.time()
-            cluster.kill(guilty)
-            return run.results(timeout=30.0)
-
-    told = outcomes(settled(play), guilty)
+    with gang(devices=devices) as cluster:
+        run = cluster.start(faults.caught, 10**9, compiled, phase, guilty)
+        wait_until(cluster, run, guilty, "ready" if phase in faults.HELD else "started")
+        killed = time.time()
+        cluster.kill(guilty)
+        told = outcomes(run.results(timeout=30.0), guilty)
     for kind, text, when in told:
         assert kind == "WorkerLostError", text
         assert re.match(rf"worker {guilty} .*was killed by signal 9 \(SIGKILL\)", text), text
@@ -240,7 +217,8 @@ def test_workers_that_do_nothing() -> None:
             told = [run.replies[i].outcome(i, cluster.names[i]) for i in others]
             assert any(result.value for result in told)
             for result in told:
-                kind, text = deadline_told(result)
+                assert result.error is None, result.error
+                kind, text, _ = result.value
                 assert kind == "DeadlineExceededError", text
                 assert re.search(rf"worker \d waited for {DEADLINE} seconds at .*faults.py:", text), (
                     text
@@ -248,16 +226,37 @@ def test_workers_that_do_nothing() -> None:
                 assert re.search(rf"Late: worker {guilty} ", text), text
         for guilty, (cluster, run) in enumerate(zip(frozen, runs, strict=True)):
             cluster.cont(guilty)
-            assert deadline_told(run.results(timeout=30.0)[guilty])[0] == "DeadlineExceededError"
+            assert run.results(timeout=30.0)[guilty].value[0] == "DeadlineExceededError"
         looping.kill(1)
 
 
-def deadline_told(result: Any) -> tuple[str, str]:
-    """What a worker has raised, or said when it ended in native code."""
-    if result.exit_code == EXIT_CODE:
-        return "DeadlineExceededError", result.stderr
-    assert result.error is None, result.error
-    return result.value[:2]
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_program_that_never_comes_back_is_left(compiled: bool) -> None:
+    """gloo may wait for ever although the job has failed. The worker goes on, with its old state."""
+    with gang(2, deadline=DEADLINE) as cluster:
+        run = cluster.start(faults.left_in_native_code, compiled, 1)
+        wait_until(cluster, run, 1, "ready")
+        cluster.stop(1)
+        assert cluster.wait(functools.partial(all_ended, run, [0]), 60.0)
+        cluster.kill(1)
+        kind, text, weights = outcomes(run.results(timeout=30.0), guilty=1)[0]
+        assert kind == "DeadlineExceededError", text
+        assert "Late: worker 1 " in text
+        assert weights == [5.0, 5.0, 5.0]
+        assert cluster.start(faults.me).results(timeout=30.0)[0].value == 0, "it still answers"
+
+
+def test_an_interrupt_ends_the_wait_for_a_late_worker() -> None:
+    with gang(2) as cluster:
+        run = cluster.start(faults.interrupted_wait, 1)
+        wait_until(cluster, run, 1, "ready")
+        wait_until(cluster, run, 0, "waits")
+        assert cluster.wait(lambda: cluster.hub.table().rows[0]["phase"] == "wait", 30.0)
+        os.kill(cluster.pids[0], signal.SIGINT)
+        wait_until(cluster, run, 0, "left with [3.0, 3.0, 3.0]")
+        os.kill(cluster.pids[1], signal.SIGUSR2)
+        # The one that left has made one step less: it has left the step that the other one made.
+        assert [result.value for result in run.results(timeout=30.0)] == [[5.0] * 3, [7.0] * 3]
 
 
 def all_ended(run: Any, workers: list[int]) -> bool:

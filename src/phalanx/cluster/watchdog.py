@@ -19,13 +19,10 @@ from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.facts import Failure
 from phalanx.cluster.hub.table import Table
 from phalanx.core.callsite import where_is
-from phalanx.core.deadlines import worker_deadline
+from phalanx.core.deadlines import STUCK_EXIT_CODE, worker_deadline
 from phalanx.core.errors import PhalanxError
 
-__all__ = ["EXIT_CODE", "Sight", "Watch", "Watchdog"]
-
-EXIT_CODE = 70
-"""How a process ends that hangs in native code after its job has failed."""
+__all__ = ["Sight", "Watch", "Watchdog"]
 
 _PERIOD = 0.5
 _WARN_AFTER = 5.0  # seconds
@@ -290,14 +287,14 @@ class Watchdog:
         where = "its input" if self._member.status.phase == "input" else "native code"
         self._write(
             f"phalanx: {self._member.task} hangs in {where} although the job has failed, and is "
-            f"ended with exit code {EXIT_CODE}. The failure: {failure.text}"
+            f"ended with exit code {STUCK_EXIT_CODE}. The failure: {failure.text}"
         )
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except (OSError, ValueError):
                 continue
-        self._end(EXIT_CODE)
+        self._end(STUCK_EXIT_CODE)
 
     def _write(self, text: str) -> None:
         file = self._file or sys.stderr

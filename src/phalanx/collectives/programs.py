@@ -20,7 +20,7 @@ from phalanx.core import compat, spmd
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.values import Mirrored, Span, place, replica_mesh, replicated_over
 from phalanx.execution.meetings import Meeting
-from phalanx.execution.throttle import THROTTLE
+from phalanx.execution.throttle import THROTTLE, token
 
 Devices = tuple[jax.Device, ...]
 
@@ -82,7 +82,8 @@ def _spmd(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
     mapped = jax.shard_map(
         fn, mesh=replica_mesh(devices), in_specs=replicated, out_specs=replicated, check_vma=False
     )
-    return jax.jit(lambda x: (mapped(x), jnp.int32(0)))
+    spans_workers = len({d.process_index for d in devices}) > 1
+    return jax.jit(lambda x: (mapped(x), token(spans_workers)))
 
 
 @functools.cache

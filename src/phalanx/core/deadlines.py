@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.showing import shown
 
+STUCK_EXIT_CODE = 70
+"""How a process ends that hangs in native code after its job has failed."""
+
 _LONGEST = 1e9  # seconds
 
 

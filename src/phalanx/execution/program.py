@@ -31,6 +31,7 @@ from phalanx.execution.lifetimes import Identity, KeptIdentity, may_end
 from phalanx.execution.meetings import Meeting
 from phalanx.execution.running import Code, Run, as_array, deleted
 from phalanx.execution.staging import explained
+from phalanx.execution.throttle import token
 
 # -- one call ------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class Program:
         self._written, self._read = _references(new), _references(old)
         self._needed = [*self._written, *self._read, *result.variables]
         written, read = [position[v] for v in new], [position[v] for v in old]
-        total = len(variables)
+        total, spans_workers = len(variables), used.spans_workers
 
         def program(new: list[Any], old: list[Any], arguments: list[Any]) -> Any:
             inputs: list[Any] = [None] * total + list(arguments)
@@ -151,7 +152,7 @@ class Program:
             inputs = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
             outputs = compat.eval_jaxpr(pruned, inputs)
             count = len(outputs) - len(written)
-            return (outputs[:count], outputs[count:]), jnp.int32(0)
+            return (outputs[:count], outputs[count:]), token(spans_workers)
 
         def looped(new: list[Any], old: list[Any], stacked: list[Any]) -> Any:
             def body(state: list[Any], arguments: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -159,7 +160,7 @@ class Program:
                 return state, outputs
 
             state, outputs = jax.lax.scan(body, new, stacked)
-            return (outputs, state), jnp.int32(0)
+            return (outputs, state), token(spans_workers)
 
         for variable in (*new, *old):
             if isinstance(variable, CopiedVariable):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from phalanx.execution.meetings import Ledger, Meeting
 
@@ -114,6 +115,19 @@ class Throttle:
     def in_flight(self) -> int:
         """How many programs may still be running."""
         return len(self._tokens)
+
+
+def token(between_workers: bool) -> jax.Array:
+    """What a program returns to say that it has finished.
+
+    XLA runs programs of fewer than a thousand operations in the thread that calls them, on CPU devices,
+    and a program between workers may have to be left: see `phalanx.execution.awaiting`. So those do a
+    little more, of which XLA cannot know the result.
+    """
+    zero = jnp.int32(0)
+    if not between_workers:
+        return zero
+    return jnp.max(jax.lax.iota(jnp.int32, 1024) * jax.lax.optimization_barrier(zero))
 
 
 THROTTLE = Throttle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -14,8 +15,11 @@ from phalanx.cluster.hub.status import Waiting
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.core import phases
 from phalanx.core.errors import ContextError
+from phalanx.execution.awaiting import Waiter
 from phalanx.execution.meetings import Meeting
 from phalanx.execution.throttle import THROTTLE
+
+_TIME_TO_COME_BACK = 1.0  # seconds from a failure to the end of the programs that fail with it
 
 _lock = threading.Lock()
 _connected: list[tuple[Any, bootstrap.Connection]] = []
@@ -50,6 +54,8 @@ class WorkerLedger:
         self._known: dict[Hashable, tuple[dict[str, Any], Waiting]] = {}
         self._waiting = member.waiting("")
         self._awaits_results = jax.default_backend() == "cpu"
+        self._waiter = Waiter()
+        self._failed_since: float | None = None
 
     def meet(self, meeting: Meeting) -> Waiting:
         """Make sure that all workers come to the same program; the program runs inside.
@@ -77,4 +83,13 @@ class WorkerLedger:
         self._member.status.pending = token
         if self._awaits_results:
             with self._waiting:
-                token.block_until_ready()
+                self._waiter.wait(token, self._look)
+
+    def _look(self) -> None:
+        """Leave a program that does not come back although the job has failed."""
+        if self._member.failure is None:
+            return
+        if self._failed_since is None:
+            self._failed_since = time.monotonic()
+        elif time.monotonic() - self._failed_since >= _TIME_TO_COME_BACK:
+            self._member.check()

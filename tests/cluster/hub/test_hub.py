@@ -21,8 +21,9 @@ from phalanx.cluster.hub.frames import ProtocolError
 from phalanx.cluster.hub.server import Hub
 from phalanx.cluster.hub.sockets import listen
 from phalanx.cluster.observer import Observer
-from phalanx.cluster.watchdog import EXIT_CODE, Sight, Watch, Watchdog
+from phalanx.cluster.watchdog import Sight, Watch, Watchdog
 from phalanx.core import errors
+from phalanx.core.deadlines import STUCK_EXIT_CODE
 
 TOKEN = "a token for tests"
 
@@ -542,7 +543,7 @@ def test_a_process_that_hangs_after_a_failure_is_ended(how):
         members[1].report(Failure("raised", "boom in worker 1"))
         wait_until(lambda: ended)
         dog.stop()
-        assert ended == [EXIT_CODE]
+        assert ended == [STUCK_EXIT_CODE]
         assert "boom in worker 1" in file.getvalue()
 
 

@@ -263,7 +263,8 @@ def test_a_hang_ends_at_the_deadline_with_the_stack_of_the_late_one(environ):
         assert code == 1
         assert "DeadlineExceededError: worker 0 waited for 2 seconds" in first
         assert "phalanx: worker 0 waits for worker 1 at train.py:5 in step." in first
-        assert "data.py:7 in load" in first
+        assert "Late: worker 1 in phase 'input' at " in first
+        assert "worker.py" in first.split("Late: worker 1")[1].split(" in hang")[0]
         assert "sys.stdin.readline()" in first
         started[1].go()
         code, second = started[1].end()
