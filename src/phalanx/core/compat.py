@@ -99,6 +99,12 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, jax.Array) and not is_tracer(x) and not is_key_array(x)
 
 
+def copied(x: jax.Array) -> jax.Array:
+    """The same values in memory of their own; nothing is compiled for it, as `x.copy()` would."""
+    copy = jax.device_put(x, x.sharding, may_alias=False)
+    return copy if x.committed else uncommitted(copy)
+
+
 def movable(x: Any) -> Any:
     """`x` itself, but never committed to a single device."""
     if _is_plain(x) and x.committed and len(x.sharding.device_set) == 1:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("phalanx")
 _LOOPS = "it loops over a dataset or an iterator"
+_FED = object()  # the first argument of calls to which elements of iterators were added
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,22 @@ class Function:
                 "it was called from a step that runs eagerly", "Put px.function around strategy.run"
             )
             return self.python_function(*args, **kwargs)
-        return leaving_nothing(self._run, then, args, kwargs)
+        call = Call.of(args, kwargs)
+        known = None if call is None else self._programs.get(call.key)
+        if call is not None and isinstance(known, Program) and known.leaves_nothing:  # mostly
+            variables = known.variables()
+            if variables is not None:
+                return known.run(variables, call.arrays, then or _nothing)
+        return leaving_nothing(self._run, call, then, args, kwargs)
 
     def _run(
-        self, then: Callable[[], None] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Call | None,
+        then: Callable[[], None] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        found = self._find(args, kwargs)
+        found = self._find(call, args, kwargs)
         taken = found.taken
         taken.then = then
         try:
@@ -129,9 +140,8 @@ class Function:
             known._traces = self._traces
         return known(tuple(args), dict(kwargs or {}))
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
+    def _find(self, call: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
         """The program for these arguments, or why there can be none."""
-        call = Call.of(args, kwargs)
         if call is None:
             return self._uneven(Taken())
         taken, turn = Taken(call.constants), Turn(self._tracing)
@@ -149,7 +159,7 @@ class Function:
         sources = self._sources.get(call.key) or ()
         while True:
             taken.take(sources)
-            fed = Call.of((taken.elements, args), kwargs) if sources else call
+            fed = Call.of((_FED, taken.elements, args), kwargs) if sources else call
             if fed is None:
                 return self._uneven(taken)
             known = self._programs.get(fed.key)
@@ -205,7 +215,7 @@ class Function:
                 each.taken.use()
 
         for args in elements:
-            found.append(self._find(args, {}))
+            found.append(self._find(Call.of(args, {}), args, {}))
         program = found[0].program
         if program is None or any(f.program is not program for f in found):
             return None
@@ -244,7 +254,7 @@ class Function:
         self._traces[0] += 1
 
         def with_elements(*args: Any, **kwargs: Any) -> Any:
-            elements, args = args if taken.elements else ([], args)
+            _, elements, args = args if taken.elements else (_FED, [], args)
             with taken.given(tracing=True, elements=elements):
                 return self.python_function(*args, **kwargs)
 
@@ -309,7 +319,7 @@ class Function:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The lowered program for these arguments, as `jax.stages.Lowered`; runs nothing."""
-        found = self._find(args, kwargs)
+        found = self._find(Call.of(args, kwargs), args, kwargs)
         found.taken.give_back()
         if found.program is None:
             why = found.why
@@ -355,6 +365,10 @@ def function(
     if fn is None:
         return functools.partial(function, input_signature=input_signature)
     return Function(fn, input_signature)
+
+
+def _nothing() -> None:
+    pass
 
 
 @functools.lru_cache(maxsize=1000)  # names of functions may differ without end

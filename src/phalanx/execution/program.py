@@ -6,12 +6,10 @@ such a call gives: it knows which variables it reads and writes, and how results
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +27,14 @@ from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
 from phalanx.execution.lifetimes import Identity, KeptIdentity, may_end
 from phalanx.execution.meetings import Meeting
-from phalanx.execution.running import Code, Run, as_array, deleted
+from phalanx.execution.running import Runner, as_array, deleted
 from phalanx.execution.staging import explained
 from phalanx.execution.throttle import token
 
 # -- one call ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """The arguments of one call: arrays, and everything that shapes the program."""
 
@@ -167,15 +165,17 @@ class Program:
                 owner = variable.distribute_strategy
                 devices = owner.extended._span or variable._devices
                 used.spread_over(devices, f"variable {variable.name!r} of {owner!r}")
-        self._step, self._loop = Code(program), Code(looped)
         self._device = used.device
-        self._spans_workers = used.spans_workers
-        self._can_fail = compat.calls_python(self.jaxpr) or (
-            used.spans_workers and transactions.protects_variables(jax.default_backend())
-        )
         self._after_runs = list(used.after_runs)
-        self._serial = next(_serials)
-        self._wrappers = [_wrapper(variable) for variable in new]
+        can_fail = compat.calls_python(self.jaxpr) or (
+            spans_workers and transactions.protects_variables(jax.default_backend())
+        )
+        wrappers = [_wrapper(variable) for variable in new]
+        serial = next(_serials)
+        self._step, self._loop = (
+            Runner(code, wrappers, can_fail, self._meeting_of(serial, loops) if spans_workers else None)
+            for code, loops in ((program, False), (looped, True))
+        )
         expect_model([*new, *old])
 
     def variables(self) -> list[Variable] | None:
@@ -210,6 +210,11 @@ class Program:
         used: lifting.Lifting = box["used"]
         return used.made or Program(closed, variables, used, box["result"], name)
 
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether an interrupt of a run leaves this thread as it was, without further care."""
+        return self._device is None and not self._step.can_fail
+
     def run(self, variables: list[Variable], arrays: list[Any], then: Callable[[], None]) -> Any:
         """Read the variables, run the program, write them back.
 
@@ -231,26 +236,18 @@ class Program:
 
     def _run(
         self,
-        code: Code,
+        runner: Runner,
         variables: list[Variable],
         arrays: list[Any],
         steps: int,
         then: Callable[[], None],
     ) -> list[jax.Array]:
         written, read = self._used(variables)
-        run = Run(
-            code,
-            written,
-            read,
-            self._wrappers,
-            arrays,
-            steps,
-            then,
-            self._can_fail,
-            functools.partial(self._meeting, code, arrays) if self._spans_workers else None,
-        )
-        with jax.default_device(self._device) if self._device is not None else nullcontext():
-            outputs = run.run()
+        if self._device is None:
+            outputs = runner.run(written, read, arrays, steps, then)
+        else:
+            with jax.default_device(self._device):
+                outputs = runner.run(written, read, arrays, steps, then)
         for after in self._after_runs:
             after(steps)
         return outputs
@@ -260,15 +257,17 @@ class Program:
         count = len(self._written)
         return variables[:count], variables[count : count + len(self._read)]
 
-    def _meeting(self, code: Code, arrays: list[Any]) -> Meeting:
-        """What other workers must run too."""
-        loops = code is self._loop
+    def _meeting_of(self, serial: int, loops: bool) -> Callable[[list[Any]], Meeting]:
+        """Says what other workers must run too."""
         operation = f"the compiled function {self.name}{' in a loop' if loops else ''}"
-        # Variables that the step does not use are in the program too, and differ between workers: one
-        # may have collected the garbage that another has not.
-        return Meeting(
-            (self._serial, loops), operation, arrays, lambda: str(compat.used_part(self.jaxpr))
-        )
+        jaxpr = self.jaxpr
+
+        def content() -> str:
+            # Variables that the step does not use are in the program too, and differ between workers:
+            # one may have collected the garbage that another has not.
+            return str(compat.used_part(jaxpr))
+
+        return lambda arrays: Meeting((serial, loops), operation, arrays, content)
 
     def lower(self, variables: list[Variable], arrays: list[Any]) -> Any:
         """The lowered program."""
@@ -280,44 +279,37 @@ class Result:
     """The results of a traced function: which leaves are arrays, and how they are wrapped."""
 
     def __init__(self, nest: Any) -> None:
-        self._nest = nest
         self._leaves = leaves(nest)
         self.arrays: list[Any] = []
-        self._slots: list[tuple[type, Layout | None] | None] = []
-        self.variables: list[weakref.ref[Variable]] = []
-        for leaf in self._leaves:
+        self._makers: list[tuple[int, Callable[[jax.Array], Any]]] = []  # where, and what to make
+        self._references: list[tuple[int, weakref.ref[Variable]]] = []
+        for i, leaf in enumerate(self._leaves):
             if isinstance(leaf, PerReplica | Mirrored) and leaf.array is not None:
-                self._slots.append((type(leaf), leaf.layout))
+                self._makers.append((i, _wrapping(type(leaf), leaf.layout)))
                 self.arrays.append(leaf.array)
             elif isinstance(leaf, jax.Array):
-                self._slots.append((jax.Array, None))
+                self._makers.append((i, _Plain()))
                 self.arrays.append(leaf)
             elif isinstance(leaf, Variable):
-                self._slots.append((Variable, None))
-                self.variables.append(weakref.ref(leaf))
+                self._references.append((i, weakref.ref(leaf)))
             else:
-                self._slots.append(None)
-        # Keep no tracers alive once the arrays have been returned.
-        self._leaves = [
-            x if slot is None else None for x, slot in zip(self._leaves, self._slots, strict=True)
-        ]
+                continue
+            self._leaves[i] = None  # keep no tracers alive once the arrays have been returned
+        self.variables = [reference for _, reference in self._references]
         self._nest = replace_leaves(nest, self._leaves)
-        self._single = len(self._slots) == 1 and self._nest is None and self._slots[0] is not None
+        is_single = self._nest is None and len(self._makers) == 1
+        self._single = self._makers[0][1] if is_single else None
 
     def rebuild(self, outputs: Sequence[jax.Array]) -> Any:
         """The results again, around computed arrays."""
-        remaining, variables = iter(outputs), iter(self.variables)
-        new = []
-        for leaf, slot in zip(self._leaves, self._slots, strict=True):
-            if slot is None:
-                new.append(leaf)
-            elif slot[0] is jax.Array:
-                new.append(_as_plain(next(remaining)))
-            elif slot[0] is Variable:
-                new.append(next(variables)())
-            else:
-                new.append(slot[0].from_global(next(remaining), slot[1]))  # type: ignore[attr-defined]
-        return new[0] if self._single else replace_leaves(self._nest, new)
+        if self._single is not None:
+            return self._single(outputs[0])
+        new = list(self._leaves)
+        for (i, make), output in zip(self._makers, outputs, strict=True):
+            new[i] = make(output)
+        for i, reference in self._references:
+            new[i] = reference()
+        return replace_leaves(self._nest, new)
 
 
 def _references(variables: Sequence[Variable]) -> list[weakref.ref[Variable]]:
@@ -338,15 +330,31 @@ def _wrapper(variable: Variable) -> Callable[[jax.Array], Any]:
     """Makes what a variable holds after a program, around the array that the program returned."""
     value = variable._value
     if isinstance(value, Mirrored | PerReplica) and value.array is not None:
-        return functools.partial(type(value).from_global, layout=value.layout)
-    return functools.partial(_as_plain, device=variable._device)
+        return _wrapping(type(value), value.layout)
+    return _Plain(variable._device)
 
 
-def _as_plain(x: jax.Array, device: jax.Device | None = None) -> jax.Array:
-    """A result that belongs to no replica: an array that follows the computation."""
-    if len(x.devices()) > 1 and x.is_fully_replicated:
-        return compat.one_piece(x, device)
-    return compat.uncommitted(x)
+def _wrapping(kind: type[Mirrored | PerReplica], layout: Layout) -> Callable[[jax.Array], Any]:
+    """Makes values of replicas."""
+    make = kind.from_global
+    return lambda x: make(x, layout)
+
+
+class _Plain:
+    """Makes results that belong to no replica: arrays that follow the computation."""
+
+    __slots__ = ("_device", "_is_one_piece", "_sharding")
+
+    def __init__(self, device: jax.Device | None = None) -> None:
+        self._device = device
+        self._sharding: Any = None  # of the last array: asking for its devices takes long
+        self._is_one_piece = True
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if x.sharding is not self._sharding:
+            self._is_one_piece = len(x.devices()) == 1 or not x.is_fully_replicated
+            self._sharding = x.sharding
+        return compat.uncommitted(x) if self._is_one_piece else compat.one_piece(x, self._device)
 
 
 def _shape_of(variable: Variable) -> jax.ShapeDtypeStruct:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from phalanx.core import phases, transactions
+from phalanx.core import compat, phases, transactions
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.interrupts import uninterrupted
 from phalanx.core.values import Mirrored, PerReplica
@@ -17,112 +17,128 @@ from phalanx.execution.meetings import Meeting
 from phalanx.execution.throttle import THROTTLE
 
 
-class Code:
-    """The compiled code of a program, which overwrites the variables that it writes or keeps them."""
-
-    def __init__(self, program: Callable[..., Any]) -> None:
-        self.overwriting = jax.jit(program, donate_argnums=0)
-        self.keeping = jax.jit(program)
-        self._compiled: list[Any] = []
-
-    def compile(self, code: Any, inputs: Callable[[], Any]) -> None:
-        """Compile, before anything waits for the program, and where Ctrl-C can end it."""
-        if code not in self._compiled:
-            with phases.phase("compile"):
-                code.lower(*inputs()).compile()
-            self._compiled.append(code)
-
-
-@dataclass(slots=True)
-class Run:
-    """One run of a program.
+class Runner:
+    """Runs a program, which overwrites the variables that it writes or keeps them.
 
     Args:
-        code: what to run.
-        written: the variables that it writes, and perhaps reads.
-        read: those that it reads only.
+        program: what to run: a function of the arrays of the variables that it writes, of those that it
+            only reads, and of the arguments.
         wrappers: what each of the written variables makes of the array that it gets.
-        arrays: the arguments.
-        steps: how many steps it makes.
-        then: called if they happen, in the same moment.
         can_fail: whether it may fail after it has begun.
-        meeting: what other workers must run too, if they take part in it.
+        meeting: says what other workers must run too, given the arguments, if they take part in it.
     """
 
-    code: Code
-    written: Sequence[Variable]
-    read: Sequence[Variable]
-    wrappers: Sequence[Callable[[jax.Array], Any]]
-    arrays: list[Any]
-    steps: int
-    then: Callable[[], None]
-    can_fail: bool
-    meeting: Callable[[], Meeting] | None
+    def __init__(
+        self,
+        program: Callable[..., Any],
+        wrappers: Sequence[Callable[[jax.Array], Any]],
+        can_fail: bool,
+        meeting: Callable[[list[Any]], Meeting] | None,
+    ) -> None:
+        self.overwriting = jax.jit(program, donate_argnums=0)
+        self.keeping = jax.jit(program)
+        self.can_fail, self.meeting = can_fail, meeting
+        self._wrappers = wrappers
+        self._compiled: list[Any] = []
 
-    def run(self) -> list[jax.Array]:
-        """Start the program, and make its results what the variables hold."""
+    def run(
+        self,
+        written: Sequence[Variable],
+        read: Sequence[Variable],
+        arrays: list[Any],
+        steps: int,
+        then: Callable[[], None],
+    ) -> list[jax.Array]:
+        """Start the program, and make its results what the variables hold.
+
+        Args:
+            written: the variables that it writes, and perhaps reads.
+            read: those that it reads only.
+            arrays: the arguments.
+            steps: how many steps it makes.
+            then: called if they happen, in the same moment.
+        """
         if self.can_fail or transactions.current() is not None:
-            return transactions.atomically(self._keep)
-        self.code.compile(self.code.overwriting, self._present_inputs)
+            return transactions.atomically(self._keep, written, read, arrays, steps, then)
+        if self.overwriting not in self._compiled:
+            self._compile(self.overwriting, *_present_inputs(written, read), arrays)
         THROTTLE.make_room()
+        overwrite = functools.partial(self._overwrite, written, read, arrays, then)
         if self.meeting is not None:
-            return self._overwrite_together(self.meeting())
-        if self.written:
-            return transactions.STEPS.run(self._overwrite)[0]
-        return self._overwrite()[0]
+            return self._overwrite_together(overwrite, self.meeting(arrays), steps)
+        return (transactions.STEPS.run(overwrite) if written else overwrite())[0]
 
-    def _overwrite(self) -> tuple[list[jax.Array], jax.Array]:
+    def _compile(self, code: Any, *inputs: Any) -> None:
+        """Compile, before anything waits for the program, and where Ctrl-C can end it."""
+        with phases.phase("compile"):
+            code.lower(*inputs).compile()
+        self._compiled.append(code)
+
+    def _overwrite(
+        self,
+        written: Sequence[Variable],
+        read: Sequence[Variable],
+        arrays: list[Any],
+        then: Callable[[], None],
+    ) -> tuple[list[jax.Array], jax.Array]:
         """Run a program that overwrites the variables it writes, and cannot fail once it has begun.
 
         Nothing may come between its start, which makes the old arrays useless, and the new ones.
         """
         with transactions.STATE:
-            new = []
-            for variable in self.written:
-                x = _present(variable)
-                new.append(x if variable._exclusive else x.copy())
-            old = [_present(v) for v in self.read]
-            (outputs, values), token = THROTTLE.start(self.code.overwriting, new, old, self.arrays)
-            for variable, wrap, value in zip(self.written, self.wrappers, values, strict=True):
+            new = [_own(v) for v in written]
+            old = [_present(v) for v in read]
+            (outputs, values), token = THROTTLE.start(self.overwriting, new, old, arrays)
+            for variable, wrap, value in zip(written, self._wrappers, values, strict=True):
                 variable._value = wrap(value)
                 variable._exclusive = True
-            self.then()
+            then()
         return outputs, token
 
-    def _overwrite_together(self, meeting: Meeting) -> list[jax.Array]:
-        phases.count_steps(self.steps)
+    def _overwrite_together(
+        self, overwrite: Callable[[], tuple[list[jax.Array], jax.Array]], meeting: Meeting, steps: int
+    ) -> list[jax.Array]:
+        phases.count_steps(steps)
 
         def start() -> tuple[list[jax.Array], jax.Array]:
             with uninterrupted():
-                return self._overwrite()
+                return overwrite()
 
         return transactions.in_turn(lambda: THROTTLE.in_order(start, meeting)[0])
 
-    def _keep(self) -> list[jax.Array]:
+    def _keep(
+        self,
+        written: Sequence[Variable],
+        read: Sequence[Variable],
+        arrays: list[Any],
+        steps: int,
+        then: Callable[[], None],
+    ) -> list[jax.Array]:
         """Run a program as a part of a step; the variables keep what they hold until that has ended.
 
         A program that calls Python or communicates with other workers can fail after it has begun.
         """
         step = transactions.current()
         assert step is not None
-        new = [_checked(v, as_array(step.held(v))) for v in self.written]
-        old = [_checked(v, as_array(step.held(v))) for v in self.read]
+        new = [_checked(v, as_array(step.held(v))) for v in written]
+        old = [_checked(v, as_array(step.held(v))) for v in read]
         meeting = None
         if self.meeting is not None:
-            self.code.compile(self.code.keeping, lambda: (new, old, self.arrays))
-            meeting = self.meeting()
-            phases.count_steps(self.steps)
+            if self.keeping not in self._compiled:
+                self._compile(self.keeping, new, old, arrays)
+            meeting = self.meeting(arrays)
+            phases.count_steps(steps)
         outputs, values = THROTTLE.dispatch(
-            self.code.keeping, new, old, self.arrays, meeting=meeting, wait=self.can_fail
+            self.keeping, new, old, arrays, meeting=meeting, wait=self.can_fail
         )
-        for variable, wrap, value in zip(self.written, self.wrappers, values, strict=True):
+        for variable, wrap, value in zip(written, self._wrappers, values, strict=True):
             step.set(variable, wrap(value))
-        step.when_committed(self.then)
+        step.when_committed(then)
         return outputs
 
-    def _present_inputs(self) -> tuple[list[Any], list[Any], list[Any]]:
-        new, old = ([as_array(v._value) for v in some] for some in (self.written, self.read))
-        return new, old, self.arrays
+
+def _present_inputs(written: Sequence[Variable], read: Sequence[Variable]) -> tuple[list[Any], ...]:
+    return tuple([as_array(v._value) for v in some] for some in (written, read))
 
 
 def as_array(value: Any) -> Any:
@@ -134,6 +150,14 @@ def _present(variable: Variable) -> Any:
     """The array of a variable, for a program. Call it with the state locked."""
     x = as_array(variable._value)
     return x if variable._exclusive else _checked(variable, x)
+
+
+def _own(variable: Variable) -> Any:
+    """The same for a program that overwrites it, so that nobody else may have it."""
+    x = as_array(variable._value)
+    if variable._exclusive:
+        return x
+    return compat.copied(_checked(variable, x))
 
 
 def _checked(variable: Variable, x: Any) -> Any:
