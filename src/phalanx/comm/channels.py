@@ -177,6 +177,10 @@ class Channel:
         transfer = self._transfer
         return [] if transfer is None else transfer.behind()
 
+    def count(self) -> int:
+        """How many operations there have been; may be called by any thread."""
+        return self.number
+
     def moved(self) -> float:
         """When something last moved; may be called by any thread."""
         transfer = self._transfer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import json
 import os
@@ -103,11 +104,15 @@ class World:
         member.report(Failure(kind, text))
         return (member.failure or Failure(kind, text)).error()
 
-    def wait_of(self, members: Sequence[int], notice: Notice) -> PeerWait:
+    def wait_of(self, members: tuple[int, ...], notice: Notice) -> PeerWait:
         """How the wait in an operation of some members is shown to the other workers."""
-        others = [r for r in members if r != self.rank]
-        first = lambda: 1  # noqa: E731 - until the members are connected
-        return PeerWait(self._status, notice.same, notice.site, lambda: others, _name(members), first)
+        missing: Callable[[], Sequence[int]]
+        channel = self._channels.get(members)
+        if channel is None:  # they are not connected yet
+            missing, number = (lambda: [r for r in members if r != self.rank]), lambda: 1
+        else:
+            missing, number = channel.missing, channel.count
+        return PeerWait(self._status, notice.same, notice.site, missing, _name(members), number)
 
     def wait_for_any(self, ranks: Sequence[int], site: str) -> PeerWait:
         """How the wait for a message of any of some ranks is shown to the other workers."""
@@ -219,8 +224,7 @@ class World:
         channel = self._channels.get(members)
         if channel is None:
             channel = self._channels[members] = self._connect(members, seconds, wait)
-        wait.missing, wait.moved = channel.missing, channel.moved
-        wait.number = lambda: channel.number
+        wait.missing, wait.moved, wait.number = channel.missing, channel.moved, channel.count
         return channel
 
     def _connect(self, members: tuple[int, ...], seconds: float, wait: PeerWait) -> Channel:
@@ -304,7 +308,8 @@ class OrderlyLedger:
         self.inner.begun(token)
 
 
-def _name(members: Sequence[int]) -> str:
+@functools.lru_cache(maxsize=1000)
+def _name(members: tuple[int, ...]) -> str:
     """How all members name the operations that they share."""
     return ",".join(map(str, members))
 
