@@ -46,4 +46,4 @@ bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the o
 	$(BIN)/python benchmarks/multiworker.py
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,10 +1,18 @@
 """All tests run on eight logical CPU devices, made the way a user would make them."""
 
+import os
 import signal
+from pathlib import Path
 
 from hypothesis import settings
 
-import phalanx as px
+# What one of the many processes has compiled, the others find here. JAX reads this when it is imported.
+CACHE = Path(__file__).parent / ".cache" / "programs"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import phalanx as px  # noqa: E402
 
 # A test may take longer on a busy machine. On CI, Hypothesis draws the same examples every time.
 settings.register_profile(

@@ -38,7 +38,7 @@ def test_bad_numbers(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_demo_learns() -> None:
     output = io.StringIO()
-    assert run_demo(replicas=8, epochs=6, console=Console(file=output, width=120)) == 0
+    assert run_demo(replicas=8, epochs=3, console=Console(file=output, width=120)) == 0
     text = output.getvalue()
     assert "MirroredStrategy (8 replicas)" in text
     assert "CPU:7" in text
@@ -46,7 +46,7 @@ def test_the_demo_learns() -> None:
 
 
 def test_the_command_itself() -> None:
-    code = "import sys; from phalanx.cli import main; sys.exit(main(['demo', '--epochs', '4']))"
+    code = "import sys; from phalanx.cli import main; sys.exit(main(['demo', '--epochs', '3']))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )

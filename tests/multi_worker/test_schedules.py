@@ -18,8 +18,8 @@ DEADLINE = 3.0
 KNOWN_WITHIN = 5.0
 STACKS_WITHIN = 6.0  # seconds that the hub waits for the stacks of a frozen worker, and says so
 
-QUICK = range(10)
-SLOW = range(10, 120)
+QUICK = range(5)
+SLOW = range(5, 125)
 AT_ONCE = 5  # schedules that are played at the same time
 
 
