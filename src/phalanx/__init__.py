@@ -17,6 +17,8 @@ Arrows point one way: core <- data <- execution <- collectives <- strategies. Th
 re-exports.
 """
 
+from typing import NoReturn
+
 from phalanx import (
     cluster_resolver,
     comm,
@@ -56,6 +58,7 @@ from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.options import InputContext, InputOptions, InputReplicationMode, RunOptions
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import ReplicaContext
+from phalanx.core.spelling import no_such_name
 from phalanx.core.strategy import Strategy
 from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
 from phalanx.core.tensor_spec import TensorSpec
@@ -131,3 +134,11 @@ __all__ = [
     "train",
     "value_and_grad",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def __getattr__(name: str) -> NoReturn:
+    no_such_name("px", name, __all__)

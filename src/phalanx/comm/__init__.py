@@ -170,3 +170,7 @@ __all__ = [
     "send",
     "send_object_list",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -22,7 +22,7 @@ from phalanx.core.errors import (
     InvalidValueError,
     RemoteDeviceError,
 )
-from phalanx.core.numbers import parse_digits
+from phalanx.core.numbers import check_integer, parse_digits
 from phalanx.core.showing import shown
 
 DeviceLike = Any
@@ -346,6 +346,26 @@ def set_cpu_device_count(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
+def ensure_cpu_devices(count: int) -> None:
+    """Make sure that there are at least so many CPU devices, to try strategies on any machine.
+
+    Call it at the top of the program, before any array is made. The environment variable
+    JAX_NUM_CPU_DEVICES does the same without a line of code.
+
+    Args:
+        count: how many. More are left as they are.
+
+    Examples:
+        >>> import phalanx as px
+        >>> px.config.ensure_cpu_devices(2)
+        >>> px.MirroredStrategy(["CPU:0", "CPU:1"])
+        <MirroredStrategy: 2 replicas, on CPU:0, CPU:1>
+    """
+    count = check_integer(count, "count", 1, _MOST_DEVICES)
+    if cpu_device_count() < count:
+        set_cpu_device_count(count)
+
+
 def cpu_device_count() -> int:
     """How many CPU devices JAX has, or will start with; never starts it."""
     if compat.backends_are_initialized():
@@ -373,6 +393,8 @@ def prepare_backend() -> None:
     elif given is not None:
         del os.environ["PJRT_NPROC"]
 
+
+_MOST_DEVICES = 1 << 16
 
 _CHOSEN_POOL = "PHALANX_CHOSEN_PJRT_NPROC"
 """The environment variable that marks a PJRT_NPROC as Phalanx's own choice."""

@@ -249,6 +249,8 @@ class InputContext:
             f"total: {self._num_input_pipelines})"
         )
 
+    __repr__ = __str__
+
 
 class ValueContext:
     """What a value function needs to know about the replica it makes a value for.

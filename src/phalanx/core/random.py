@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from phalanx.core import compat
 from phalanx.core import context as ctx
-from phalanx.core.errors import ContextError, InvalidTypeError
+from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.showing import shown
 
 
@@ -20,7 +21,7 @@ def replica_key(seed: Any) -> jax.Array:
     replica, and outside of strategies, it is the key of replica 0.
 
     Args:
-        seed: an int, or a key of `jax.random.key`.
+        seed: an integer, a key of `jax.random.key`, or one of `jax.random.PRNGKey`.
 
     Examples:
         >>> import jax, phalanx as px
@@ -35,10 +36,23 @@ def replica_key(seed: Any) -> jax.Array:
             "replica_key makes the key of one replica; call it in the function that is given to "
             "Strategy.run, not in the strategy's scope."
         )
+    return jax.random.fold_in(_as_key(seed), jnp.asarray(context.replica_id_in_sync_group))
+
+
+def _as_key(seed: Any) -> jax.Array:
     if compat.is_key_array(seed):
-        key = seed
-    elif isinstance(seed, int) and not isinstance(seed, bool):
-        key = jax.random.key(seed)
-    else:
-        raise InvalidTypeError(f"seed must be an int or a jax.random.key. Received: {shown(seed)}")
-    return jax.random.fold_in(key, jnp.asarray(context.replica_id_in_sync_group))
+        return seed
+    if isinstance(seed, int | np.ndarray | np.generic | jax.Array) and not isinstance(seed, bool):
+        shape, dtype = np.shape(seed), jnp.result_type(seed) if not isinstance(seed, int) else np.int64
+        if jnp.issubdtype(dtype, np.integer) and shape == ():
+            try:
+                return jax.random.key(seed if isinstance(seed, int) else jnp.asarray(seed))
+            except (OverflowError, ValueError) as error:
+                raise InvalidValueError(
+                    f"seed must fit into 64 bits. Received: {shown(seed)}"
+                ) from error
+        if dtype == np.uint32 and len(shape) == 1:
+            return jax.random.wrap_key_data(jnp.asarray(seed))
+    raise InvalidTypeError(
+        f"seed must be an integer, a jax.random.key or a jax.random.PRNGKey. Received: {shown(seed)}"
+    )

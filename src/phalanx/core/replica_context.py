@@ -123,6 +123,10 @@ class ReplicaContext:
         self.compiled = compiled
         """Whether one traced program stands for all replicas."""
 
+    def __repr__(self) -> str:
+        which = "each replica" if self.compiled else f"replica {self._index}"
+        return f"<px.ReplicaContext of {which} of {self._strategy!r}>"
+
     @property
     def strategy(self) -> Strategy:
         """The strategy whose `run` is going on."""

@@ -10,6 +10,7 @@ import jax
 from phalanx.core import compat
 from phalanx.core import context as ctx
 from phalanx.core.calls import check_call
+from phalanx.core.devices import short_name
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.options import (
     InputContext,
@@ -18,6 +19,7 @@ from phalanx.core.options import (
     RunOptions,
     ValueContext,
 )
+from phalanx.core.pickling import StaysHere
 from phalanx.core.reduction import ReduceOp, as_axes, as_reduce_op
 from phalanx.core.regrouping import local_results, regroup
 from phalanx.core.showing import shown
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from phalanx.core.extended import StrategyExtended
 
 
-class Strategy:
+class Strategy(StaysHere):
     """A policy for where state lives and where computation runs.
 
     Use one of its subclasses. Create variables inside `scope`, run steps with `run`, and combine
@@ -50,8 +52,18 @@ class Strategy:
         (6.0, 6.0)
     """
 
+    instead = "Make a strategy in each process, from the same arguments."
+
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
+
+    def __repr__(self) -> str:
+        devices, count = self._extended._replica_devices, self.num_replicas_in_sync
+        noun = "replica" if count == 1 else "replicas"
+        here = f", {len(devices)} of them here" if len(devices) != count else ""
+        where = ", ".join(short_name(d) for d in devices if d is not None)
+        on = f", on {where}" if where else ""
+        return f"<{type(self).__name__}: {count} {noun}{here}{on}>"
 
     # -- properties -----------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from phalanx.core.devices import device_name
 from phalanx.core.errors import ContextError, InternalError, InvalidTypeError, InvalidValueError
 from phalanx.core.indexed_slices import IndexedSlices, checked_slices
 from phalanx.core.operators import ArrayOperators, operand_of
+from phalanx.core.pickling import StaysHere
 from phalanx.core.replica_context import MergePoint
 from phalanx.core.showing import shown
 from phalanx.core.structure import Leaf
@@ -50,7 +51,7 @@ class VariableMeta(type):
         return create_variable(*args, **kwargs)
 
 
-class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
+class Variable(StaysHere, Leaf, ArrayOperators, metaclass=VariableMeta):
     """A value that can be read and replaced.
 
     Args:
@@ -78,6 +79,8 @@ class Variable(Leaf, ArrayOperators, metaclass=VariableMeta):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         compat.register_array_like(cls, lambda v: v._array())
+
+    instead = "Send what it holds, v.numpy(), and make a variable there; or use px.train.snapshot."
 
     def __init__(
         self,

@@ -340,6 +340,9 @@ class DistributedIterator:
 
     # -- elements --------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        return f"<px.DistributedIterator over {self._dataset!r}>"
+
     gives_elements_to_functions = True
 
     @begins_loop

@@ -217,6 +217,9 @@ class Iterator:
             epochs.go_on_from(state)
         self._reading = _Reading(self._plan, epochs.start() if state is None else state)
 
+    def __repr__(self) -> str:
+        return f"<px.data.Iterator at element {self.state()['index']}>"
+
     gives_elements_to_functions = True
 
     @begins_loop

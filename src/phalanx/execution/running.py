@@ -128,13 +128,28 @@ class Runner:
                 self._compile(self.keeping, new, old, arrays)
             meeting = self.meeting(arrays)
             phases.count_steps(steps)
-        outputs, values = THROTTLE.dispatch(
-            self.keeping, new, old, arrays, meeting=meeting, wait=self.can_fail
-        )
+        try:
+            outputs, values = THROTTLE.dispatch(
+                self.keeping, new, old, arrays, meeting=meeting, wait=self.can_fail
+            )
+        except (ValueError, RuntimeError) as error:
+            if _is_interrupt(error):
+                raise KeyboardInterrupt from error
+            raise
         for variable, wrap, value in zip(written, self._wrappers, values, strict=True):
             step.set(variable, wrap(value))
         step.when_committed(then)
         return outputs
+
+
+def _is_interrupt(error: Exception) -> bool:
+    """Whether JAX has made this error of an interrupt that came in a callback.
+
+    >>> _is_interrupt(ValueError("INTERNAL: CpuCallback error: Traceback …\\nKeyboardInterrupt: \\n"))
+    True
+    """
+    last = str(error).strip().rpartition("\n")[2]
+    return last.partition(":")[0] == "KeyboardInterrupt"
 
 
 def _present_inputs(written: Sequence[Variable], read: Sequence[Variable]) -> tuple[list[Any], ...]:

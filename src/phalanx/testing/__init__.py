@@ -17,3 +17,7 @@ __all__ = [
     "communication",
     "logical_devices",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

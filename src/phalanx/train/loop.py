@@ -22,6 +22,9 @@ class LoopResults(Sequence[Any]):
     def __len__(self) -> int:
         return self._count
 
+    def __repr__(self) -> str:
+        return f"<px.train.LoopResults of {self._count} steps>"
+
     @overload
     def __getitem__(self, index: int) -> Any: ...
 

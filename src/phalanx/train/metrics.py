@@ -41,6 +41,9 @@ class Sum:
         self.name = name
         self._sum = _total(f"{name}/total")
 
+    def __repr__(self) -> str:
+        return f"<px.train.{type(self).__name__} {self.name!r}>"
+
     @property
     def variables(self) -> list[Variable]:
         """The metric's state."""

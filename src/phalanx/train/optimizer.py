@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -81,6 +82,10 @@ class Optimizer:
         self._update = jax.jit(self._update_values)
         self._update_scaled = jax.jit(self._update_scaled_values)
 
+    def __repr__(self) -> str:
+        of = f"of {len(self._variables)} variables" if self._iterations is not None else "without state"
+        return f"<px.train.Optimizer {of}>"
+
     # -- state -----------------------------------------------------------------------------------
 
     @property
@@ -108,7 +113,10 @@ class Optimizer:
         with ctx.push(mode), jax.ensure_compile_time_eval():
             values = [jnp.asarray(_present_value(v)) for v in listed]
             state = self.transform.init(values)
-            self._state = jax.tree.map(_slot, state)
+            named = jax.tree_util.tree_map_with_path(
+                functools.partial(_slot_name, [v.name for v in listed]), state
+            )
+            self._state = jax.tree.map(_slot, state, named)
             self._iterations = Variable(
                 jnp.int32(0),
                 trainable=False,
@@ -141,6 +149,7 @@ class Optimizer:
                 "given to Strategy.run, not in the strategy's scope."
             )
         strategy = context.strategy
+        self._check_place(strategy, variables)
         for v in variables:
             strategy.extended._require_own(v, "apply_gradients")
         if self._iterations is None:
@@ -160,6 +169,12 @@ class Optimizer:
 
     def minimize(self, loss: Callable[[], Any], variables: Sequence[Variable]) -> Any:
         """Differentiate `loss` with respect to variables and apply the gradients; returns the loss."""
+        if not callable(loss):
+            raise InvalidTypeError(
+                "minimize needs a function that computes the loss, because a loss that is known "
+                "already cannot be differentiated: optimizer.minimize(lambda: loss_of(x), variables). "
+                f"Received: {shown(loss)}"
+            )
         value, gradients = value_and_grad(lambda: self.scale_loss(loss()), list(variables))()
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         self.apply_gradients(zip(gradients, variables, strict=True))
@@ -226,6 +241,17 @@ class Optimizer:
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
         return (*kept, self.loss_scale.next_state(scale, good_steps, finite))
 
+    @staticmethod
+    def _check_place(here: Strategy, variables: list[Variable]) -> None:
+        """Refuse to work outside of the replicas of the variables' strategy."""
+        owner = variables[0].distribute_strategy
+        if owner is not None and owner is not here and here is ctx.default_mode().strategy:
+            raise ContextError(
+                "apply_gradients updates the variables of a strategy from its replicas; call it in the "
+                f"function that is given to strategy.run. Received: variables of {owner!r}, outside of "
+                "its run"
+            )
+
     def _check_known(self, variables: list[Variable]) -> None:
         known = {id(v) for v in self._variables}
         strangers = [v.name for v in variables if id(v) not in known]
@@ -262,8 +288,22 @@ def _present_value(variable: Variable) -> jax.Array:
     return held.values[0] if isinstance(held, DistributedValues) else held
 
 
-def _slot(x: Any) -> Variable:
-    return Variable(x, trainable=False, name="slot")
+def _slot(x: Any, name: str) -> Variable:
+    return Variable(x, trainable=False, name=name)
+
+
+def _slot_name(names: Sequence[str], path: tuple[Any, ...], x: Any) -> str:
+    """What a part of the state is called: after its variable, and after its role in optax's state.
+
+    >>> field, index = jax.tree_util.GetAttrKey("mu"), jax.tree_util.SequenceKey(1)
+    >>> _slot_name(["w:0", "b:0"], (field, index), None), _slot_name(["w:0"], (field,), None)
+    ('b/mu', 'optimizer/mu')
+    """
+    roles = [str(key.name) for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+    last = path[-1] if path else None
+    belongs = isinstance(last, jax.tree_util.SequenceKey) and last.idx < len(names)
+    owner = names[last.idx].removesuffix(":0") if belongs else "optimizer"  # type: ignore[union-attr]
+    return f"{owner}/{roles[-1] if roles else 'slot'}"
 
 
 def _dense(gradient: Any, like: jax.Array) -> jax.Array:

@@ -22,9 +22,18 @@ from phalanx.core.variables import Variable
 _log = logging.getLogger("phalanx")
 
 
+_MIXED = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
+
+
 @dataclass(frozen=True)
 class Policy:
     """Which dtypes to compute in and to keep parameters and results in.
+
+    Args:
+        compute_dtype: a floating dtype. TensorFlow's names 'mixed_bfloat16' and 'mixed_float16' mean
+            'bfloat16' and 'float16'.
+        param_dtype: what parameters are kept in.
+        output_dtype: what results are given in.
 
     Examples:
         >>> import jax.numpy as jnp, phalanx as px
@@ -38,6 +47,9 @@ class Policy:
     output_dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
+        if isinstance(self.compute_dtype, str):
+            name = _MIXED.get(self.compute_dtype, self.compute_dtype)
+            object.__setattr__(self, "compute_dtype", name)
         for dtype in (self.compute_dtype, self.param_dtype, self.output_dtype):
             try:
                 floating = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)

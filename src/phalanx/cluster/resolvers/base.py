@@ -57,6 +57,10 @@ class ClusterResolver(abc.ABC):
     _task_id: int | None = None
     _rpc_layer: str | None = None
 
+    def __repr__(self) -> str:
+        task = "" if self._task_type is None else f" of {self._task_type} {self._task_id}"
+        return f"<{type(self).__name__}{task}>"
+
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """Returns the cluster as it is now."""
