@@ -99,6 +99,15 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, jax.Array) and not is_tracer(x) and not is_key_array(x)
 
 
+def without_mesh(x: jax.Array) -> jax.Array:
+    """The same traced value for code inside of another mesh; costs nothing when it runs.
+
+    JAX makes `zeros_like(x)` with the sharding of `x`, and refuses if that is one of another mesh.
+    """
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return x if sharding is None or sharding.mesh.empty else jax.numpy.copy(x)
+
+
 def copied(x: jax.Array) -> jax.Array:
     """The same values in memory of their own; nothing is compiled for it, as `x.copy()` would."""
     copy = jax.device_put(x, x.sharding, may_alias=False)

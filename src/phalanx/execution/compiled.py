@@ -148,6 +148,9 @@ class SpmdLifting(lifting.Lifting):
         if isinstance(value, PerReplica):  # another strategy's, or made while tracing
             rows = jnp.stack([jnp.asarray(x) for x in value.values])
             return SpmdPerReplica(rows[lax.axis_index(REPLICA_AXIS)], value.count)
+        if isinstance(value, Mirrored) and value._global is not None:
+            # It may come from an earlier run, with a sharding that code of this one cannot use.
+            return Mirrored.of_global(compat.without_mesh(value._global), value.count)
         return value
 
     def set(self, variable: Any, value: Any) -> None:
