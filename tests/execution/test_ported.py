@@ -35,9 +35,9 @@ def test_the_id_of_a_replica_is_asked_for_first_in_a_program(make, compile_with)
 
 
 NAMES = """
-    adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam
-    nadamw noisy_sgd novograd optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop sgd
-    sign_sgd sm3 yogi
+    adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion
+    nadam nadamw noisy_sgd novograd optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop
+    sgd sign_sgd sm3 yogi
 """
 OPTIMIZERS = {name: getattr(optax, name) for name in NAMES.split() if hasattr(optax, name)}
 

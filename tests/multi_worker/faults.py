@@ -208,3 +208,26 @@ def interrupted_wait(late: int) -> list[float]:
     threads = [t.name for t in threading.enumerate() if t.name == "phalanx-waiter"]
     assert len(threads) <= 1, threads
     return [float(v) for v in w.numpy()]
+
+
+def impatient_call(compiled: bool, late: int) -> Outcome:
+    """A collective whose caller waits for two seconds only."""
+    s = px.MultiWorkerMirroredStrategy()
+    options = px.experimental.CommunicationOptions(timeout_seconds=2)
+
+    def step(x: jax.Array) -> jax.Array:
+        context = px.get_replica_context()
+        assert context is not None
+        return context.all_reduce("sum", context.all_gather(x, axis=0, options=options), options)
+
+    run = px.function(lambda x: s.run(step, args=(x,))) if compiled else lambda x: s.run(step, (x,))
+    x = s.experimental_distribute_values_from_function(lambda c: jnp.ones(3))
+    run(x)
+    try:
+        if me() == late:
+            say("ready")
+            threading.Event().wait(60)
+        run(x)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return type(error).__name__, str(error), time.time()
+    return "", "", time.time()

@@ -246,6 +246,19 @@ def test_a_program_that_never_comes_back_is_left(compiled: bool) -> None:
         assert cluster.start(faults.me).results(timeout=30.0)[0].value == 0, "it still answers"
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_call_has_a_deadline_of_its_own(compiled: bool) -> None:
+    with gang(2, deadline=50) as cluster:
+        run = cluster.start(faults.impatient_call, compiled, 1)
+        wait_until(cluster, run, 1, "ready")
+        assert cluster.wait(functools.partial(all_ended, run, [0]), 20.0)
+        cluster.kill(1)
+        kind, text, _ = outcomes(run.results(timeout=30.0), guilty=1)[0]
+        assert kind == "DeadlineExceededError", text
+        assert "worker 0 waited for 2 seconds" in text
+        assert "Late: worker 1 " in text
+
+
 def test_an_interrupt_ends_the_wait_for_a_late_worker() -> None:
     with gang(2) as cluster:
         run = cluster.start(faults.interrupted_wait, 1)

@@ -42,6 +42,7 @@ class Sight:
         failed_since: since when the job has a failure.
         told: whether the program has been told of the failure by an exception.
         is_idle: whether the process has hardly computed since the failure.
+        seconds: how long the wait may take, if not as long as any.
     """
 
     waits_since: float | None = None
@@ -51,6 +52,7 @@ class Sight:
     failed_since: float | None = None
     told: bool = False
     is_idle: bool = False
+    seconds: float | None = None
 
 
 class Watch:
@@ -91,11 +93,12 @@ class Watch:
             self._shown = self._asked = self._tried = None
             return None
         waited = now - min(starts)
-        if waited >= self.deadline and _due(self._tried, min(self.every, self.deadline / 10), now):
+        deadline = self.deadline if sight.seconds is None else sight.seconds
+        if waited >= deadline and _due(self._tried, min(self.every, deadline / 10), now):
             self._tried = now
             return "give up"
         due = _due(self._shown, self.every, now) and _due(self._asked, min(self.every, 1.0), now)
-        if waited >= self.warn_after and self._tried is None and due:
+        if waited >= min(self.warn_after, deadline / 2) and self._tried is None and due:
             self._asked = now
             return "show"
         return None
@@ -205,6 +208,7 @@ class Watchdog:
             failed_since=self._failed_since,
             told=member.told,
             is_idle=self._is_idle(now),
+            seconds=None if wait is None else wait.seconds,
         )
 
     def _is_idle(self, now: float) -> bool:
@@ -260,11 +264,12 @@ class Watchdog:
 
     def _give_up(self) -> None:
         """Only if somebody has been late for that long: a program may take as long as it takes."""
-        answer = self._ask(0.0)
-        if answer is not None and self._late(answer[0], 0.9 * self._watch.deadline):
+        answer, wait = self._ask(0.0), self._member.wait
+        seconds = wait.seconds if wait is not None and wait.seconds else self._watch.deadline
+        if answer is not None and self._late(answer[0], 0.9 * seconds):
             peers = self._member.status.long_peer_waits(time.monotonic())
-            what = peers[0].what if peers and self._member.wait is None else ""
-            self._member.declare_deadline(self._site(), self._watch.deadline, what)
+            what = peers[0].what if peers and wait is None else ""
+            self._member.declare_deadline(self._site(), seconds, what)
 
     def _late(self, table: Table, seconds: float = 0.0) -> list[dict[str, Any]]:
         """The rows of those that are late: not of this worker, unless all wait for their input."""

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 from phalanx.collectives import exchange, programs
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps, Pairs
 from phalanx.collectives.packing import BETWEEN_WORKERS, Packing, plan_packs
-from phalanx.core import spmd
+from phalanx.core import lifting, spmd
+from phalanx.core.deadlines import limited
 from phalanx.core.destinations import destination_devices
 from phalanx.core.host_memory import expect_model
 from phalanx.core.indexed_slices import IndexedSlices
@@ -71,7 +72,8 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         dense: list[int] = []
         for i, (value, destinations) in enumerate(pairs):
             if isinstance(value.values[0], IndexedSlices):
-                results[i] = self._reduce_slices(op, value, destinations)
+                with limited(None if options is None else options.timeout_seconds):
+                    results[i] = self._reduce_slices(op, value, destinations)
             else:
                 dense.append(i)
         reduced = self._all_reduce(op, [pairs[i] for i in dense], options) if dense else []
@@ -85,9 +87,10 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         columns = [[as_operand(x) for x in value.values] for value, _ in pairs]
         given = self._options if options is None else options
         expect_model([column[0] for column in columns])
-        reduced = programs.all_reduce(
-            op, columns, self._devices, self._packing(given), self._span, self._total(given)
-        )
+        with limited(given.timeout_seconds):
+            reduced = programs.all_reduce(
+                op, columns, self._devices, self._packing(given), self._span, self._total(given)
+            )
         return [self._deliver(x, d) for x, (_, d) in zip(reduced, pairs, strict=True)]
 
     def reduce_in_program(
@@ -96,6 +99,7 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         """Reduce inside a compiled run."""
         xs = [v.component(0) for v in values]
         expect_model(xs)
+        _limit_program(options)
         packs = plan_packs([x.nbytes for x in xs], [x.dtype for x in xs], self._packing(options))
         return spmd.all_reduce(reduce_op, xs, packs, self._total(options))
 
@@ -145,6 +149,7 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         """Join the components of all replicas along `axis`; they may differ in length there."""
         value = self._own(per_replica_value)
         if isinstance(value, SpmdPerReplica):
+            _limit_program(options)
             return super().gather(value, destinations, axis, options)
         return self._deliver(self._gathered(value, axis), destinations)
 
@@ -208,3 +213,10 @@ def _placed(x: Any, device: jax.Device) -> Any:
 def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
     widths = [(0, length - n if i == axis % x.ndim else 0) for i, n in enumerate(x.shape)]
     return jnp.pad(x, widths)
+
+
+def _limit_program(options: CommunicationOptions | None) -> None:
+    """The program that is being traced has as long as the most impatient of its collectives."""
+    if options is not None and options.timeout_seconds is not None:
+        for program in lifting.enclosing()[:1]:
+            program.seconds = min(options.timeout_seconds, program.seconds or options.timeout_seconds)

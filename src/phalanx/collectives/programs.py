@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from phalanx.collectives.packing import Packing, plan_packs
 from phalanx.core import compat, spmd
+from phalanx.core.deadlines import limit
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.values import Mirrored, Span, place, replica_mesh, replicated_over
 from phalanx.execution.meetings import Meeting
@@ -68,7 +69,7 @@ def from_first(column: Sequence[jax.Array], devices: Devices, span: Span) -> Mir
 
 def _meeting(operation: str, inputs: Sequence[jax.Array], packing: Packing | None = None) -> Meeting:
     key = (operation, packing, tuple((x.shape, x.dtype) for x in inputs))
-    return Meeting(key, operation, inputs, lambda: repr(packing))
+    return Meeting(key, operation, inputs, lambda: repr(packing), limit())
 
 
 def _as_global(column: Sequence[jax.Array], devices: Devices, everywhere: Devices) -> jax.Array:

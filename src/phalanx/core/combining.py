@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core import compat
+from phalanx.core.deadlines import limited
 from phalanx.core.distributed_variables import CopiedVariable
 from phalanx.core.errors import (
     InvalidOperandError,
@@ -259,7 +260,8 @@ class Combiner:
     ) -> tuple[Any, int, list[int]]:
         """Join a value on every replica; also gives the axis and each replica's size along it."""
         value = self._spread(value if isinstance(value, PerReplica) else PerReplica([value], self.span))
-        return self._join(value, axis, "all_gather", value, options)
+        with limited(options.timeout_seconds):
+            return self._join(value, axis, "all_gather", value, options)
 
     def _spread(self, value: PerReplica) -> PerReplica:
         """The value with each component on its replica's device, so that results return there.

@@ -6,6 +6,7 @@ Nothing waits for ever. A wait first warns, naming who is late and where they ar
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 
 from phalanx.core.errors import InvalidValueError
@@ -23,6 +24,40 @@ class Patience:
 
     warn_after: float
     give_up_after: float
+
+
+class limited:  # noqa: N801 - reads as a statement
+    """Programs between workers that begin inside have so many seconds; None changes nothing.
+
+    >>> with limited(5.0), limited(None):
+    ...     limit()
+    5.0
+    """
+
+    __slots__ = ("_before", "_seconds")
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._before = _thread.limit
+        if self._seconds is not None:
+            _thread.limit = self._seconds
+
+    def __exit__(self, *exc_info: object) -> None:
+        _thread.limit = self._before
+
+
+class _Thread(threading.local):
+    limit: float | None = None
+
+
+_thread = _Thread()
+
+
+def limit() -> float | None:
+    """How many seconds a program between workers has that begins here; None for the usual deadline."""
+    return _thread.limit
 
 
 def worker_deadline() -> float:

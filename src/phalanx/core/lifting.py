@@ -41,6 +41,8 @@ class Lifting:
         """What to call on the host after each run of the program, with the number of its steps."""
         self.spans_workers = False
         """Whether replicas of other processes take part in it."""
+        self.seconds: float | None = None
+        """How long one of its collectives may take at most, if one of them says so."""
         self._spread: tuple[tuple[Any, ...], str] | None = None  # its devices, and who wants them
 
     def spread_over(self, devices: tuple[Any, ...], what: str) -> None:

@@ -25,12 +25,14 @@ class Meeting:
         operation: what it does, for people.
         arrays: what goes in.
         content: gives everything that must be the same on all workers, as text.
+        seconds: how long to wait for the others; None for the usual deadline.
     """
 
     key: Hashable
     operation: str
     arrays: Sequence[Any]
     content: Callable[[], str] = str
+    seconds: float | None = None
 
     def details(self) -> dict[str, Any]:
         """What people are shown of it."""

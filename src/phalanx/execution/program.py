@@ -173,7 +173,7 @@ class Program:
         wrappers = [_wrapper(variable) for variable in new]
         serial = next(_serials)
         self._step, self._loop = (
-            Runner(code, wrappers, can_fail, self._meeting_of(serial, loops) if spans_workers else None)
+            Runner(code, wrappers, can_fail, self._meeting_of(used, serial, loops))
             for code, loops in ((program, False), (looped, True))
         )
         expect_model([*new, *old])
@@ -257,8 +257,13 @@ class Program:
         count = len(self._written)
         return variables[:count], variables[count : count + len(self._read)]
 
-    def _meeting_of(self, serial: int, loops: bool) -> Callable[[list[Any]], Meeting]:
-        """Says what other workers must run too."""
+    def _meeting_of(
+        self, used: lifting.Lifting, serial: int, loops: bool
+    ) -> Callable[[list[Any]], Meeting] | None:
+        """Says what other workers must run too, if they take part."""
+        if not used.spans_workers:
+            return None
+        seconds = used.seconds
         operation = f"the compiled function {self.name}{' in a loop' if loops else ''}"
         jaxpr = self.jaxpr
 
@@ -267,7 +272,7 @@ class Program:
             # one may have collected the garbage that another has not.
             return str(compat.used_part(jaxpr))
 
-        return lambda arrays: Meeting((serial, loops), operation, arrays, content)
+        return lambda arrays: Meeting((serial, loops), operation, arrays, content, seconds)
 
     def lower(self, variables: list[Variable], arrays: list[Any]) -> Any:
         """The lowered program."""

@@ -71,6 +71,7 @@ class WorkerLedger:
             member.agree(self._sequence, meeting.digest(details), details)
             known = self._known[meeting.key] = (details, member.waiting(details["site"]))
         details, self._waiting = known
+        self._waiting.seconds = meeting.seconds
         member.status.begin(self._sequence, details)
         return self._waiting
 

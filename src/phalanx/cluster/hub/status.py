@@ -214,12 +214,14 @@ class Waiting:
     An error of a broken connection inside it becomes the job's failure, if the hub knows of one.
     """
 
-    __slots__ = ("_member", "_phase", "_previous", "since", "site")
+    __slots__ = ("_member", "_phase", "_previous", "seconds", "since", "site")
 
     def __init__(self, member: Member, site: str) -> None:
         self._member = member
         self.site = site
         self.since = 0.0
+        self.seconds: float | None = None
+        """How long it may take; None for the usual deadline."""
 
     def __enter__(self) -> Waiting:
         status = self._member.status
