@@ -60,7 +60,8 @@ class DeviceSpec:
     @property
     def is_remote(self) -> bool:
         """Whether the string names a task of a cluster rather than this process."""
-        return self.job not in (None, "localhost") or self.task not in (None, 0)
+        local = self.job in (None, "localhost") and self.task in (None, 0)
+        return not local and (self.job, self.task) not in ((_here.job, _here.task), (_here.job, None))
 
 
 def parse_device(text: str) -> DeviceSpec:
@@ -97,9 +98,23 @@ def device_index(device: jax.Device) -> int:
     return local_devices(device_kind(device)).index(device)
 
 
+class _Here:
+    """Which task this process is, for the names of its devices."""
+
+    job, task = "localhost", 0
+
+
+_here = _Here()
+
+
+def name_task(job: str, task: int) -> None:
+    """This process is a task of a cluster."""
+    _here.job, _here.task = job, task
+
+
 def device_name(device: jax.Device) -> str:
     """The canonical string of a local device."""
-    return f"/job:localhost/replica:0/task:0/device:{device_kind(device)}:{device_index(device)}"
+    return f"/job:{_here.job}/replica:0/task:{_here.task}/device:{short_name(device)}"
 
 
 def short_name(device: jax.Device) -> str:

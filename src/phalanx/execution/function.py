@@ -42,7 +42,6 @@ _FED = object()  # the first argument of calls to which elements of iterators we
 class _Found:
     """What to run for a call: a program with its arrays, or Python, and why."""
 
-    taken: Taken
     program: Program | None = None
     arrays: list[Any] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)  # so that they last as long as the run
@@ -102,10 +101,10 @@ class Function:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        found = self._find(call, args, kwargs)
-        taken = found.taken
+        taken = Taken(() if call is None else call.constants)
         taken.then = then
         try:
+            found = self._find(call, taken, args, kwargs)
             if found.program is not None:
                 return found.program.run(found.variables, found.arrays, taken.use)
             with taken.given(tracing=False):
@@ -140,11 +139,16 @@ class Function:
             known._traces = self._traces
         return known(tuple(args), dict(kwargs or {}))
 
-    def _find(self, call: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
-        """The program for these arguments, or why there can be none."""
+    def _find(
+        self, call: Call | None, taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Found:
+        """The program for these arguments, or why there can be none.
+
+        The caller must give back what was taken, if it is interrupted before it has used it.
+        """
         if call is None:
-            return self._uneven(Taken())
-        taken, turn = Taken(call.constants), Turn(self._tracing)
+            return self._uneven()
+        turn = Turn(self._tracing)
         try:
             return self._find_in_turn(call, args, kwargs, taken, turn)
         except BaseException:
@@ -161,7 +165,7 @@ class Function:
             taken.take(sources)
             fed = Call.of((_FED, taken.elements, args), kwargs) if sources else call
             if fed is None:
-                return self._uneven(taken)
+                return self._uneven()
             known = self._programs.get(fed.key)
             variables = known.variables() if isinstance(known, Program) else []
             if known is None or variables is None:
@@ -183,13 +187,13 @@ class Function:
                 del alive
                 self._programs.put(fed.key, known, [*fed.needs, *variables])
             if isinstance(known, str):
-                return _Found(taken, why=known)
-            return _Found(taken, known, fed.arrays, variables)
+                return _Found(why=known)
+            return _Found(known, fed.arrays, variables)
 
-    def _uneven(self, taken: Taken) -> _Found:
+    def _uneven(self) -> _Found:
         why = "replicas hold different shapes, or values that are no arrays"
         self._say_eager(why, "Use batches that divide evenly, as with drop_remainder=True")
-        return _Found(taken, why=why)
+        return _Found(why=why)
 
     def run_steps(
         self, elements: Sequence[tuple[Any, ...]], then: Callable[[], None]
@@ -200,22 +204,25 @@ class Function:
             elements: the arguments of each step.
             then: called if the steps happen, in the same moment.
         """
-        found: list[_Found] = []
+        taken: list[Taken] = []
         try:
-            return self._run_found(elements, found, then)
+            return leaving_nothing(self._run_found, elements, taken, then)
         finally:
-            give_back([each.taken for each in found])
+            give_back(taken)
 
     def _run_found(
-        self, elements: Sequence[tuple[Any, ...]], found: list[_Found], then: Callable[[], None]
+        self, elements: Sequence[tuple[Any, ...]], taken: list[Taken], then: Callable[[], None]
     ) -> Callable[[int], Any] | None:
         def use() -> None:
             then()
-            for each in found:
-                each.taken.use()
+            for each in taken:
+                each.use()
 
+        found = []
         for args in elements:
-            found.append(self._find(Call.of(args, {}), args, {}))
+            call = Call.of(args, {})
+            taken.append(Taken(() if call is None else call.constants))
+            found.append(self._find(call, taken[-1], args, {}))
         program = found[0].program
         if program is None or any(f.program is not program for f in found):
             return None
@@ -319,8 +326,12 @@ class Function:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The lowered program for these arguments, as `jax.stages.Lowered`; runs nothing."""
-        found = self._find(Call.of(args, kwargs), args, kwargs)
-        found.taken.give_back()
+        call = Call.of(args, kwargs)
+        taken = Taken(() if call is None else call.constants)
+        try:
+            found = self._find(call, taken, args, kwargs)
+        finally:
+            taken.give_back()
         if found.program is None:
             why = found.why
             raise ContextError(f"{self.__name__} has no program for these arguments, because {why}")

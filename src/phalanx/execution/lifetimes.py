@@ -61,7 +61,12 @@ class Table(Generic[T]):
 
     def get(self, key: Hashable) -> T | None:
         """The value of a key, if there is one."""
-        entry = self._entries.get(key)
+        try:
+            entry = self._entries.get(key)
+        except ValueError as error:  # JAX's, if comparing what is in a pytree was interrupted
+            if error.__cause__ is not None and not isinstance(error.__cause__, Exception):
+                raise error.__cause__ from None
+            raise
         return None if entry is None else entry[0]
 
     def put(self, key: Hashable, value: T, needs: Iterable[Any]) -> None:

@@ -14,6 +14,7 @@ from phalanx.cluster.hub.client import Member
 from phalanx.cluster.hub.status import Waiting
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.core import phases
+from phalanx.core.devices import name_task
 from phalanx.core.errors import ContextError
 from phalanx.execution.awaiting import Waiter
 from phalanx.execution.meetings import Meeting
@@ -41,6 +42,7 @@ def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap
         connection = bootstrap.connect(resolver, deadline=deadline)
         THROTTLE.ledger = WorkerLedger(connection.member)
         phases.watched_by(connection.member.status, connection.member.check)
+        name_task(resolver.task_type or "worker", resolver.task_id or 0)
         _connected.append((who, connection))
         return connection
 
