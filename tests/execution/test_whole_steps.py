@@ -240,10 +240,12 @@ def test_updates_of_many_threads_all_arrive() -> None:
     assert (float(v), float(plain)) == (120.0, 120.0)
 
 
-def test_steps_reads_and_evaluations_of_many_threads(strategy: px.Strategy) -> None:
-    n, steps = strategy.num_replicas_in_sync, 15
+@pytest.mark.parametrize("steps", [15, pytest.param(500, marks=pytest.mark.soak)])
+def test_steps_reads_and_evaluations_of_many_threads(strategy: px.Strategy, steps: int) -> None:
+    n = strategy.num_replicas_in_sync
     with strategy.scope():
         a, b = px.Variable(jnp.zeros(64), aggregation=SUM), px.Variable(0.0, aggregation=SUM)
+        alone = px.Variable(0.0)
     x = jnp.ones(64) / n
 
     def replica(x: jax.Array) -> None:
@@ -255,7 +257,7 @@ def test_steps_reads_and_evaluations_of_many_threads(strategy: px.Strategy) -> N
 
     compiled = px.function(eager)
     evaluation = px.function(lambda: strategy.run(lambda: jnp.stack([a.sum() / 64, b * 1.0])))
-    left = [3]
+    left = [4]
 
     def repeat(step: Callable[[], None], count: int) -> Callable[[], None]:
         def task() -> None:
@@ -279,10 +281,13 @@ def test_steps_reads_and_evaluations_of_many_threads(strategy: px.Strategy) -> N
             for result in strategy.experimental_local_results(evaluation()):
                 assert result[0] == result[1]
 
-    writers = repeat(compiled, steps), repeat(compiled, steps), repeat(eager, 5)
-    in_threads(*writers, read, read, evaluate, evaluate)
-    assert float(b) == 2 * steps + 5
-    assert np.all(a.numpy() == 2 * steps + 5)
+    few = steps // 3
+    writers = repeat(compiled, steps), repeat(compiled, steps), repeat(eager, few)
+    assign = repeat(lambda: alone.assign_add(1.0), steps)
+    in_threads(*writers, assign, read, read, evaluate, evaluate)
+    assert float(b) == 2 * steps + few
+    assert np.all(a.numpy() == 2 * steps + few)
+    assert float(alone) == steps
 
 
 def test_functions_may_be_traced_from_many_threads() -> None:
