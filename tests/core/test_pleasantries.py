@@ -143,3 +143,8 @@ def test_enough_cpu_devices() -> None:
     for wrong in (0, -1, "two", None, 10**9):
         with pytest.raises(px.errors.PhalanxError, match="count"):
             px.config.ensure_cpu_devices(wrong)  # type: ignore[arg-type]
+
+
+def test_gathered_objects_are_returned() -> None:
+    with pytest.raises(px.errors.InvalidTypeError, match="objects = px.comm.all_gather_object"):
+        px.comm.all_gather_object([None], {"loss": 0.5})  # type: ignore[arg-type]

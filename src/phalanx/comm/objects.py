@@ -84,6 +84,11 @@ def all_gather_object(obj: Any, group: GroupLike = None) -> list[Any] | None:
         [{'loss': 0.5}]
     """
     check_place("all_gather_object")
+    if isinstance(obj, list) and not isinstance(group, groups.Group | str | None):
+        raise InvalidTypeError(
+            "all_gather_object returns the list of objects, it does not fill one as in torch. Write "
+            f"objects = px.comm.all_gather_object(obj, group). Received: a list, and {shown(group)}"
+        )
     parts, _ = functional.all_gather(packed(obj), group)
     return None if parts is None else _all_unpacked(parts)
 
