@@ -34,17 +34,19 @@ RECORDED = {r["case"] for r in records("t03")}
 Member = Callable[[px.VariableSynchronization, px.VariableAggregation], Any]
 
 
-def family(prefix: str, translation: Member, difference: Member | None = None) -> None:
+def family(
+    prefix: str, translation: Member, difference: Member | None = None, kind: Any = S.ON_WRITE
+) -> None:
     """Register every recorded case ``prefix_SYNCHRONIZATION_AGGREGATION``.
 
-    `difference`, if given, is for mirrored variables without aggregation.
+    `difference`, if given, is for variables without aggregation, of one kind of synchronization.
     """
     for s in S:
         for a in A:
             name = f"{prefix}_{s.name}_{a.name}"
             if name not in RECORDED:
                 continue
-            if difference is not None and (s, a) == (S.ON_WRITE, A.NONE):
+            if difference is not None and (s, a) == (kind, A.NONE):
                 differs(name)(functools.partial(difference, s, a))
             else:
                 case(name)(functools.partial(translation, s, a))
@@ -94,10 +96,15 @@ def written_in_scope(method: str, s: Any, a: Any) -> Any:
         with strategy.scope():
             getattr(v, method)(4.0)
     except ValueError:
-        # No half-done writes. (TensorFlow writes all copies of ON_READ/NONE before it raises.)
+        # No half-done writes.
         assert [c.item() for c in comps(v)] == [10.0, 10.0]
         raise
     return comps(v)
+
+
+def every_copy_written_in_scope(method: str, s: Any, a: Any) -> None:
+    expected = {"assign": 4.0, "assign_add": 14.0, "assign_sub": 6.0}[method]
+    assert [c.item() for c in written_in_scope(method, s, a)] == [expected] * 2
 
 
 def python_constant_added(s: Any, a: Any) -> Any:
@@ -144,7 +151,12 @@ for method in ("assign", "assign_add", "assign_sub"):
         functools.partial(refused_from_replicas, method),
     )
     family(f"var_compiled_{method}", functools.partial(written_by_compiled_steps, method))
-    family(f"var_cross_{method}", functools.partial(written_in_scope, method))
+    family(
+        f"var_cross_{method}",
+        functools.partial(written_in_scope, method),
+        functools.partial(every_copy_written_in_scope, method),
+        S.ON_READ,
+    )
 family("var_replica_pyconst", python_constant_added)
 family("var_replica_sametensor", same_array_added)
 family("var_replica_distincttensor", distinct_arrays_added)

@@ -88,9 +88,14 @@ def test_assigning_on_read_variables_from_outside(copied: World) -> None:
     m.assign_add(4.0)
     assert copied.copies(m) == [5.0] * copied.n
     n = copied.variable(1.0, synchronization=S.ON_READ)
-    with pytest.raises(ValueError, match="NONE"):
-        n.assign(4.0)
-    assert copied.copies(n) == [1.0] * copied.n
+    n.assign(4.0)
+    n.assign_add(1.0)
+    assert copied.copies(n) == [5.0] * copied.n
+    n.load_state(2.0)
+    assert copied.copies(n) == [2.0] * copied.n
+    for read in (n.read_value, lambda: n + 1.0, lambda: 1.0 - n, lambda: n[...], lambda: abs(n)):
+        with pytest.raises(ValueError, match="no single value"):
+            read()
 
 
 @pytest.mark.parametrize("method", METHODS)

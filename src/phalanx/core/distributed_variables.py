@@ -237,14 +237,7 @@ class SyncOnReadVariable(CopiedVariable):
         return self._held()
 
     def _check_cross_replica(self, method: str) -> None:
-        kind = self.aggregation
-        if kind is VariableAggregation.NONE:
-            raise InvalidValueError(
-                f"Variable {self.name!r} has the aggregation NONE, so {method} in cross-replica "
-                "context does not say what each copy gets. Write it inside strategy.run. "
-                f"Received: {method} of {shown(self.name)}"
-            )
-        if kind is VariableAggregation.SUM and method != "assign":
+        if self.aggregation is VariableAggregation.SUM and method != "assign":
             raise InvalidValueError(
                 f"Variable {self.name!r} is the sum of its copies, so {method} in cross-replica "
                 "context does not say which copy should change. Use assign, or write it inside "
