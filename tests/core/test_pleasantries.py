@@ -146,5 +146,5 @@ def test_enough_cpu_devices() -> None:
 
 
 def test_gathered_objects_are_returned() -> None:
-    with pytest.raises(px.errors.InvalidTypeError, match="objects = px.comm.all_gather_object"):
+    with pytest.raises(px.errors.InvalidTypeError, match=r"objects = px\.comm\.all_gather_object"):
         px.comm.all_gather_object([None], {"loss": 0.5})  # type: ignore[arg-type]

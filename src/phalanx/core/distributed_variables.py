@@ -217,6 +217,8 @@ class SyncOnReadVariable(CopiedVariable):
         result: jax.Array = self._strategy.extended._reduce(op, self._held(), None)
         return result
 
+    _operand_or_type_error = CopiedVariable._array  # operators raise what reading raises
+
     def _update(self, method: str, operand: Any) -> Any:
         if isinstance(operand, IndexedSlices):
             raise UnsupportedError(
