@@ -68,6 +68,7 @@ from phalanx.data.distributed import DistributedDataset, DistributedIterator
 from phalanx.data.specs import PerReplicaSpec
 from phalanx.execution.function import Function, function
 from phalanx.execution.gradients import grad, value_and_grad
+from phalanx.execution.loops import Range as range  # noqa: N813 - as TensorFlow writes tf.range
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.default import DefaultStrategy
 from phalanx.strategies.mirrored import MirroredStrategy
@@ -130,6 +131,7 @@ __all__ = [
     "nn",
     "partitioners",
     "random",
+    "range",
     "testing",
     "train",
     "value_and_grad",

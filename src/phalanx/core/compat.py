@@ -99,21 +99,6 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, jax.Array) and not is_tracer(x) and not is_key_array(x)
 
 
-def without_mesh(x: jax.Array) -> jax.Array:
-    """The same traced value for code inside of another mesh; costs nothing when it runs.
-
-    JAX makes `zeros_like(x)` with the sharding of `x`, and refuses if that is one of another mesh.
-    """
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    return x if sharding is None or sharding.mesh.empty else jax.numpy.copy(x)
-
-
-def copied(x: jax.Array) -> jax.Array:
-    """The same values in memory of their own; nothing is compiled for it, as `x.copy()` would."""
-    copy = jax.device_put(x, x.sharding, may_alias=False)
-    return copy if x.committed else uncommitted(copy)
-
-
 def movable(x: Any) -> Any:
     """`x` itself, but never committed to a single device."""
     if _is_plain(x) and x.committed and len(x.sharding.device_set) == 1:
@@ -233,6 +218,12 @@ _trace_of = find("Telling which transformation an array belongs to", "jax.core:T
 def current_trace() -> Any:
     """The JAX transformation that the calling thread is in, as an opaque object."""
     return _top_trace(())
+
+
+def under_trace(trace: Any) -> AbstractContextManager[Any]:
+    """Be in a trace that another thread has begun, for the duration of a ``with`` block."""
+    entered: AbstractContextManager[Any] = _set_trace(trace)
+    return entered
 
 
 @functools.cache

@@ -12,6 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import jax
+from jax import lax
+
 from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError, InvalidValueError
 from phalanx.core.showing import shown
@@ -22,9 +25,26 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class NeedsElement(BaseException):
     """A function that is being traced asked an iterator for an element that was not taken yet."""
 
-    def __init__(self, iterator: Any, method: str) -> None:
-        super().__init__(iterator, method)
+    def __init__(self, iterator: Any, method: str, rounds: int) -> None:
+        super().__init__(iterator, method, rounds)
         self.iterator, self.method = iterator, method
+        self.rounds = rounds
+        """How many elements it needs, as it asked in a loop."""
+
+
+class Rounds:
+    """The elements of all rounds of a loop, stacked.
+
+    Args:
+        stacked: a nest of arrays; their first dimension counts the rounds.
+    """
+
+    def __init__(self, stacked: Any) -> None:
+        self._stacked = stacked
+
+    def of_round(self, index: Any) -> Any:
+        """The element of one round."""
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self._stacked)
 
 
 class LoopsOverInput(BaseException):
@@ -38,6 +58,8 @@ class _Feed:
 
 class _Current(threading.local):
     feed: _Feed | None = None
+    rounds = 1  # how often the loops that are being traced run together
+    index: Any = 0  # the number of the present round
 
 
 _current = _Current()
@@ -65,14 +87,36 @@ class feeding:  # noqa: N801 - reads as a statement
         _current.feed = self._outer
 
 
+class looping:  # noqa: N801 - reads as a statement
+    """Trace the body of a loop, in the rounds of the loops around it, for a ``with`` block.
+
+    Args:
+        rounds: how many rounds the loop has.
+        index: which of them it is.
+    """
+
+    __slots__ = ("_index", "_outer", "_rounds")
+
+    def __init__(self, rounds: int, index: Any) -> None:
+        self._rounds, self._index = rounds, index
+
+    def __enter__(self) -> None:
+        self._outer = _current.rounds, _current.index
+        _current.index = _current.index * self._rounds + self._index
+        _current.rounds *= self._rounds
+
+    def __exit__(self, *error: object) -> None:
+        _current.rounds, _current.index = self._outer
+
+
 def feed() -> Any:
     """What this thread's iterators give, for `back_to`."""
-    return _current.feed
+    return _current.feed, _current.rounds, _current.index
 
 
 def back_to(feed: Any) -> None:
     """Let this thread's iterators give what they gave before."""
-    _current.feed = feed
+    _current.feed, _current.rounds, _current.index = feed
 
 
 def gives_elements(method: Method) -> Method:
@@ -93,7 +137,7 @@ def gives_elements(method: Method) -> Method:
                 "strategy.run(fn, args=(next(iterator),))."
             )
         if not feed.elements:
-            raise NeedsElement(self, method.__name__)
+            raise NeedsElement(self, method.__name__, _current.rounds)
         iterator, element = feed.elements[0]
         if iterator is not self:
             raise ContextError(
@@ -101,7 +145,7 @@ def gives_elements(method: Method) -> Method:
                 f"was traced before. Received: a call of {method.__name__} of {shown(self)}"
             )
         del feed.elements[0]
-        return element
+        return element.of_round(_current.index) if isinstance(element, Rounds) else element
 
     return give  # type: ignore[return-value]
 

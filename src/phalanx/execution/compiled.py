@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from phalanx.core import compat, lifting
 from phalanx.core import context as ctx
+from phalanx.core.arrays import without_mesh
 from phalanx.core.distributed_variables import SyncOnReadVariable
 from phalanx.core.errors import (
     ContextError,
@@ -150,7 +151,7 @@ class SpmdLifting(lifting.Lifting):
             return SpmdPerReplica(rows[lax.axis_index(REPLICA_AXIS)], value.count)
         if isinstance(value, Mirrored) and value._global is not None:
             # It may come from an earlier run, with a sharding that code of this one cannot use.
-            return Mirrored.of_global(compat.without_mesh(value._global), value.count)
+            return Mirrored.of_global(without_mesh(value._global), value.count)
         return value
 
     def set(self, variable: Any, value: Any) -> None:

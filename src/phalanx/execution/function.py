@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("phalanx")
 _LOOPS = "it loops over a dataset or an iterator"
+_ROUNDS = "the elements that a loop over px.range takes differ in shape"
 _FED = object()  # the first argument of calls to which elements of iterators were added
 
 
@@ -107,7 +108,7 @@ class Function:
             found = self._find(call, taken, args, kwargs)
             if found.program is not None:
                 return found.program.run(found.variables, found.arrays, taken.use)
-            with taken.given(tracing=False):
+            with taken.given():
                 if found.why == _LOOPS:  # each step in it counts by itself
                     return self.python_function(*args, **kwargs)
                 return transactions.atomically(self._run_eagerly, taken, args, kwargs)
@@ -163,7 +164,11 @@ class Function:
         sources = self._sources.get(call.key) or ()
         while True:
             taken.take(sources)
-            fed = Call.of((_FED, taken.elements, args), kwargs) if sources else call
+            elements = taken.fed()
+            if elements is None:
+                self._say_eager(_ROUNDS, "Use batches of one size, as with drop_remainder=True")
+                return _Found(why=_ROUNDS)
+            fed = Call.of((_FED, elements, args), kwargs) if sources else call
             if fed is None:
                 return self._uneven()
             known = self._programs.get(fed.key)
@@ -262,7 +267,7 @@ class Function:
 
         def with_elements(*args: Any, **kwargs: Any) -> Any:
             _, elements, args = args if taken.elements else (_FED, [], args)
-            with taken.given(tracing=True, elements=elements):
+            with taken.traced(elements):
                 return self.python_function(*args, **kwargs)
 
         return Program.trace(with_elements, call, self.__name__)

@@ -20,6 +20,7 @@ import numpy as np
 from phalanx.core import compat, lifting, phases, pulls, transactions
 from phalanx.core import context as ctx
 from phalanx.core.distributed_variables import CopiedVariable
+from phalanx.core.errors import ContextError
 from phalanx.core.host_memory import expect_model
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
@@ -195,11 +196,17 @@ class Program:
         box: dict[str, Any] = {}
 
         def staged(values: list[Any], arrays: list[Any]) -> Any:
-            held = {v: _as_held(v, x) for v, x in zip(variables, values, strict=True)}
+            held = {v: as_held(v, x) for v, x in zip(variables, values, strict=True)}
             used = lifting.Lifting(held)
             args, kwargs = call.rebuild(arrays)
             with lifting.lifted(used):
                 result = Result(fn(*args, **kwargs))
+            if used.left_early:
+                raise ContextError(
+                    f"{name} left a loop over px.range before its end, by break, return or an "
+                    "exception that it caught. Such a loop is traced once and runs to its end: choose "
+                    "what a round does with jnp.where, or loop over Python's range."
+                )
             box["used"], box["result"] = used, result
             return result.arrays, [as_array(value) for value in used.written.values()]
 
@@ -321,7 +328,7 @@ def _references(variables: Sequence[Variable]) -> list[weakref.ref[Variable]]:
     return [weakref.ref(v) for v in variables]
 
 
-def _as_held(variable: Variable, x: Any) -> Any:
+def as_held(variable: Variable, x: Any) -> Any:
     """What a variable holds in a program, around its traced array."""
     value = variable._value
     if isinstance(value, Mirrored):

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from phalanx.core import compat, phases, transactions
+from phalanx.core import phases, transactions
+from phalanx.core.arrays import copied
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.interrupts import uninterrupted
 from phalanx.core.values import Mirrored, PerReplica
@@ -168,7 +169,7 @@ def _own(variable: Variable) -> Any:
     x = as_array(variable._value)
     if variable._exclusive:
         return x
-    return compat.copied(_checked(variable, x))
+    return copied(_checked(variable, x))
 
 
 def _checked(variable: Variable, x: Any) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from phalanx.core import pulls
 from phalanx.core.interrupts import uninterrupted
@@ -19,6 +24,7 @@ class Source:
     method: str
     argument: int | None = None
     captured: weakref.ref[Any] | None = None
+    rounds: int = 1  # of the loop that takes one in each round
 
 
 class Taken:
@@ -32,19 +38,35 @@ class Taken:
         self._constants = constants
         self._from: list[tuple[Any, Any]] = []  # the iterators, and marks of where they were
         self.elements: list[Any] = []
+        self._sources: list[Source] = []  # of which all elements were taken
         self.then: Callable[[], None] | None = None
         """What to call when the elements are used."""
         self._used = False
 
     def take(self, sources: Sequence[Source]) -> None:
         """Take what is still missing; what was taken before is kept."""
-        for source in sources[len(self.elements) :]:
+        for source in sources[len(self._sources) :]:
             if source.captured is not None:
                 iterator = source.captured()
             else:
                 assert source.argument is not None
                 iterator = self._constants[source.argument].value
-            self.take_one(iterator, source.method)
+            for _ in range(source.rounds):
+                self.take_one(iterator, source.method)
+            self._sources.append(source)
+
+    def fed(self) -> list[Any] | None:
+        """What a program gets: one element per source, stacked for loops; None if they differ."""
+        remaining, result = iter(self.elements), []
+        for source in self._sources:
+            elements = list(itertools.islice(remaining, source.rounds))
+            if source.rounds == 1:
+                result.append(elements[0])
+            elif len({_form(x) for x in elements}) > 1:
+                return None
+            else:
+                result.append(jax.tree.map(lambda *xs: jnp.stack(xs), *elements))
+        return result
 
     def take_one(self, iterator: Any, method: str = "__next__") -> None:
         """Take one element; raises what the iterator raises."""
@@ -73,15 +95,33 @@ class Taken:
         """How to find the iterator of a missing element again, in later calls too."""
         for i, constant in enumerate(self._constants):
             if constant is not None and constant.value is need.iterator:
-                return Source(need.method, argument=i)
-        return Source(need.method, captured=weakref.ref(need.iterator))
+                return Source(need.method, argument=i, rounds=need.rounds)
+        return Source(need.method, captured=weakref.ref(need.iterator), rounds=need.rounds)
 
-    def given(
-        self, tracing: bool, elements: Sequence[Any] | None = None
-    ) -> AbstractContextManager[None]:
-        """Let the iterators give what was taken, or what stands for it."""
+    def given(self) -> AbstractContextManager[None]:
+        """Let the iterators give what was taken."""
+        if any(source.rounds > 1 for source in self._sources):
+            self.give_back()  # the rounds of a loop take them in an order of their own
         iterators = [iterator for iterator, _ in self._from[: len(self.elements)]]
-        return pulls.feeding(iterators, self.elements if elements is None else elements, tracing)
+        return pulls.feeding(iterators, self.elements, tracing=False)
+
+    def traced(self, fed: Sequence[Any]) -> AbstractContextManager[None]:
+        """Let the iterators give what stands for it in a program, and ask for more."""
+        iterators, place = [], 0
+        for source in self._sources:
+            iterators.append(self._from[place][0])
+            place += source.rounds
+        elements = [
+            pulls.Rounds(x) if source.rounds > 1 else x
+            for x, source in zip(fed, self._sources, strict=True)
+        ]
+        return pulls.feeding(iterators, elements, tracing=True)
+
+
+def _form(element: Any) -> Any:
+    """What must be the same for elements that are stacked."""
+    flat, treedef = jax.tree.flatten(element)
+    return treedef, tuple((np.shape(x), jnp.result_type(x)) for x in flat)
 
 
 def give_back(taken: Sequence[Taken]) -> None:
