@@ -427,7 +427,7 @@ def own_component(value: _TwoFaced, context: ReplicaContext) -> Any:
     """The component of the replica that runs the code, of a value that it captured or was given."""
     if not context.compiled or isinstance(value, Mirrored) or value.is_local:
         return value.component(context.replica_index)
-    if isinstance(value, PerReplica) and value.padded is not None:
+    if len({jnp.shape(x) for x in value.values}) > 1:
         raise CannotJoin("a value of theirs is captured: give it to strategy.run as an argument")
     # One program stands for all replicas, so which component it is depends on where it runs.
     rows = jnp.stack([jnp.asarray(x) for x in value.values])
