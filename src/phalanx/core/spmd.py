@@ -195,6 +195,10 @@ def wrap_arguments(nest: Any, count: int, always: bool, shared: Sequence[Any] = 
             return x
         traced = any(compat.is_tracer(leaf) for leaf in jax.tree.leaves(x))
         numeric = isinstance(x, jax.Array | IndexedSlices)
+        if numeric and always and not traced and _current.shapes is not None:
+            # A constant of this program, such as a number of rows: others have another one there. It
+            # must be a value of the program, so that they can be told to be the same thing.
+            x = jax.tree.map(lax.optimization_barrier, x)
         return SpmdPerReplica(x, count) if numeric and (traced or always) else x
 
     return map_nest(wrap, nest)

@@ -70,8 +70,7 @@ class Delivery:
             return self._on_host([part.astype(object) for part in parts])
         if not self._to_device:
             return self._on_host([owned([part], part.shape)[0] for part in parts])
-        if shapes is None or self._span is None:
-            shapes = [part.shape for part in parts]
+        shapes = [part.shape for part in parts] if shapes is None else shapes
         if any(shape != shapes[0] for shape in shapes):
             return self._uneven(parts, shapes)
         if not self._wraps:
@@ -85,7 +84,7 @@ class Delivery:
     def _uneven(self, parts: Sequence[Any], shapes: Sequence[Shape]) -> PerReplica:
         """Parts of different shapes, each at the beginning of memory that has room for all."""
         room = room_for(shapes)
-        if room is None:
+        if room is None or len(shapes) != len(self._everywhere):
             placed = [self._place(x, d) for x, d in zip(parts, self._devices, strict=True)]
             return PerReplica(placed, self._span, joins=False)
         whole = whole_shape(room, len(shapes))
