@@ -195,13 +195,23 @@ def wrap_arguments(nest: Any, count: int, always: bool, shared: Sequence[Any] = 
             return x
         traced = any(compat.is_tracer(leaf) for leaf in jax.tree.leaves(x))
         numeric = isinstance(x, jax.Array | IndexedSlices)
-        if numeric and always and not traced and _current.shapes is not None:
-            # A constant of this program, such as a number of rows: others have another one there. It
-            # must be a value of the program, so that they can be told to be the same thing.
-            x = jax.tree.map(lax.optimization_barrier, x)
-        return SpmdPerReplica(x, count) if numeric and (traced or always) else x
+        if not numeric or not (traced or always):
+            return x
+        return SpmdPerReplica(x if _current.shapes is None else jax.tree.map(_computed, x), count)
 
     return map_nest(wrap, nest)
+
+
+def _computed(x: jax.Array) -> jax.Array:
+    """The array itself, as a value that the program computes even if it is a constant of it.
+
+    Such as a number of rows: programs for other shapes have another constant there, and can be joined if
+    they use the same value, but not if they use different constants.
+    """
+    if compat.is_tracer(x) and x.ndim > 0:
+        return x
+    computed: jax.Array = lax.optimization_barrier(x)
+    return computed
 
 
 def from_replica(x: Any, here: Any) -> Any:
