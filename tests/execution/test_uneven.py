@@ -398,6 +398,24 @@ def test_what_follows_each_run_follows_once() -> None:
     assert counted == [1, 1]
 
 
+def test_gradients_may_be_taken_around_a_run(reasons: list[str]) -> None:
+    s = mirrored()
+
+    @px.function
+    def gradient(w: jax.Array, x: Any) -> Any:
+        def loss(w: jax.Array) -> Any:
+            per = s.run(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), args=(w, x))
+            return s.reduce("sum", per, axis=None)
+
+        return jax.grad(loss)(w)
+
+    whole, w = rows(5), jnp.asarray(rows(3)[:, 0])
+    expected = jax.grad(lambda w: jnp.sum(jnp.tanh(whole @ w) ** 2))(w)
+    got = gradient(w, parts_of(s, whole, [2, 2, 1, 0]))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert reasons == []
+
+
 # -- jax.jit ----------------------------------------------------------------------------------------
 
 

@@ -205,8 +205,8 @@ def wrap_arguments(nest: Any, count: int, always: bool, shared: Sequence[Any] = 
 def _computed(x: jax.Array) -> jax.Array:
     """The array itself, as a value that the program computes even if it is a constant of it.
 
-    Such as a number of rows: programs for other shapes have another constant there, and can be joined if
-    they use the same value, but not if they use different constants.
+    Such as a number of rows: programs for other shapes have another constant there, and can be joined
+    if they use the same value, but not if they use different constants.
     """
     if compat.is_tracer(x) and x.ndim > 0:
         return x

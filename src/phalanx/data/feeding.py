@@ -36,6 +36,8 @@ class RowsOf:
 
     def copy_to(self, out: NDArray[Any]) -> None:
         """Fetch the rows into an array of their shape."""
+        if not out.size:
+            return
         rows = out.reshape(-1, *self._column.shape[1:])
         if self._where is not None:
             np.copyto(rows, self._column[self._where], casting="unsafe")

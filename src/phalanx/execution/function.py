@@ -370,7 +370,9 @@ def function(
     A decorator, with or without arguments. The function is traced for each new combination of
     argument shapes and dtypes, Python arguments and current strategy; afterwards calls run the compiled
     program. Python side effects happen while tracing only. Inside, `Strategy.run` is one SPMD
-    program. Functions called from compiled functions become part of them.
+    program, also where replicas hold arrays of different sizes: its step is then traced once for each
+    of them. There may be 16 programs of that kind. Functions called from compiled functions become
+    part of them.
 
     Args:
         fn: the function. Arrays, NumPy arrays and distributed values are inputs of the program; other

@@ -64,6 +64,8 @@ class Call:
             elif isinstance(x, PerReplica):
                 if x.padded is None:
                     return None
+                if x.padded.array.is_deleted():
+                    raise deleted("An argument of a compiled function", x.padded.array)
                 is_uneven = True
                 arrays.append(x.padded.array)
                 constants.append(_Parts(None, x.padded.shapes))
