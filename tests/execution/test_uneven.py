@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import phalanx as px
 from phalanx import VariableAggregation as A
 from phalanx import VariableSynchronization as S
+from phalanx.collectives import exchange
 from phalanx.core.padding import Padded
 from phalanx.core.values import replica_mesh, stacked_over
 from phalanx.execution import function as function_module
@@ -413,6 +414,19 @@ def test_gradients_may_be_taken_around_a_run(reasons: list[str]) -> None:
     expected = jax.grad(lambda w: jnp.sum(jnp.tanh(whole @ w) ** 2))(w)
     got = gradient(w, parts_of(s, whole, [2, 2, 1, 0]))
     np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert reasons == []
+
+
+def test_sums_by_direct_exchange_are_joined_too(reasons: list[str]) -> None:
+    """Which two replicas of different workers use, also for a number of rows that Python knows."""
+    s = px.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def step(x: jax.Array) -> jax.Array:
+        count = jnp.float32(x.shape[0])
+        return ctx().merge_call(lambda _, n: exchange.total(n.local), args=(count,))
+
+    result = px.function(lambda x: s.run(step, args=(x,)))(parts_of(s, rows(5), [4, 1]))
+    assert float(result) == 5.0
     assert reasons == []
 
 
