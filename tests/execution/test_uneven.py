@@ -197,6 +197,10 @@ STEPS: dict[str, Callable[[jax.Array, dict[str, px.Variable]], Any]] = {
     "closure": lambda x, v: ctx().merge_call(
         lambda s, y: s.reduce("sum", y, axis=None) * x.shape[0], args=(x.sum(),)
     ),
+    "closure used": lambda x, v: (
+        x + ctx().merge_call(lambda s, y: s.reduce("sum", y, axis=None) * x.shape[0], args=(x.sum(),))
+    ),
+    "merged size used": lambda x, v: x * ctx().merge_call(lambda s: x.shape[0]),
     "key": lambda x, v: jax.random.uniform(px.random.replica_key(3), x.shape),
     "id": lambda x, v: x + ctx().replica_id_in_sync_group,
     "branch": lambda x, v: x.max() if x.shape[0] else jnp.float32(-1),
@@ -206,7 +210,7 @@ STEPS: dict[str, Callable[[jax.Array, dict[str, px.Variable]], Any]] = {
     "int": lambda x, v: (x > 0).sum(0),
     "half": lambda x, v: ctx().all_reduce("sum", x.astype(jnp.bfloat16).sum(0)),
 }
-WHERE_EAGER = {"merged size", "closure"}
+WHERE_EAGER = {"merged size", "closure", "merged size used", "closure used"}
 """What replicas compute once for all there depends on who calls, so there is no one program."""
 
 splits = st.lists(st.integers(0, 3), min_size=REPLICAS, max_size=REPLICAS)
