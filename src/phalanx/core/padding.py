@@ -87,7 +87,8 @@ def pad(
         return None
     if sharding is None:
         return Padded(jnp.concatenate([_filled(x, room) for x in values]), shapes)
-    pieces = [_on_device(x, room, d) for x, d in zip(values, devices, strict=True)]
+    with jax.ensure_compile_time_eval():  # they outlive the program that may ask first
+        pieces = [_on_device(x, room, d) for x, d in zip(values, devices, strict=True)]
     return Padded(compat.assemble(whole_shape(room, len(pieces)), sharding, pieces), shapes)
 
 
@@ -118,7 +119,8 @@ def _taken_out(part: jax.Array, shape: Shape) -> jax.Array:
         return compat.uncommitted(part)
     (device,) = part.devices()
     if not _is_on_host(part, device):
-        return compat.uncommitted(_beginning(part, shape))
+        with jax.ensure_compile_time_eval():
+            return compat.uncommitted(_beginning(part, shape))
     return compat.put_on(np.array(_beginning(np.asarray(part), shape)), device)
 
 
