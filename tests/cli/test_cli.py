@@ -52,3 +52,4 @@ def test_the_command_itself() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 replicas" in done.stdout
+    assert "eagerly" not in done.stderr  # although the last batch of each epoch is uneven

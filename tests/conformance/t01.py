@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import phalanx as px
-from phalanx.core.values import format_component
+from phalanx.core.printing import format_component
 from tests.conformance.harness import V, awaits, case, comps, differs, dist, fresh, mirrored, rid
 
 CLUSTER = px.train.ClusterSpec(

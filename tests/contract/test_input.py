@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -81,3 +82,39 @@ def test_means_over_an_uneven_epoch_count_every_example_once(world: World) -> No
     for x, _ in world.strategy.experimental_distribute_dataset(dataset()):
         run(x)
     assert float(mean.result()) == pytest.approx(float(X.mean()), abs=1e-6)
+
+
+def test_uneven_batches_are_compiled(world: World) -> None:
+    """With sums over all replicas in the middle of the step, and results of different sizes."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    total = world.variable(jnp.zeros(5), aggregation=px.VariableAggregation.SUM)
+
+    def step(x: jax.Array, y: jax.Array) -> Any:
+        context = px.get_replica_context()
+        assert context is not None
+        count = context.all_reduce("sum", jnp.float32(x.shape[0]))
+        centered = x - context.all_reduce("sum", x.sum(0)) / count
+        total.assign_add((centered**2).sum(0))
+        return centered, jnp.stack([y, y * 2]).T, context.all_gather(y, axis=0).sum()
+
+    run, squares, found = runner(world, step), np.zeros(5), []
+    logging.getLogger("phalanx").addHandler(handler)
+    try:
+        for x, y in world.strategy.experimental_distribute_dataset(dataset()):
+            centered, pairs, summed = run(x, y)
+            whole = np.concatenate([np.asarray(part) for part in world.local(x)])
+            squares += ((whole - whole.mean(0)) ** 2).sum(0)
+            joined = np.concatenate([np.asarray(part) for part in world.local(centered)])
+            np.testing.assert_allclose(joined, whole - whole.mean(0), atol=1e-6)
+            found += np.concatenate([np.asarray(part) for part in world.local(pairs)]).tolist()
+            expected = sum(float(np.sum(part)) for part in world.local(y))
+            for one in world.local(summed):
+                assert float(one) == pytest.approx(expected, rel=1e-5)
+    finally:
+        logging.getLogger("phalanx").removeHandler(handler)
+    np.testing.assert_allclose(total.numpy(), squares, rtol=1e-4)
+    assert sorted(a for a, _ in found) == sorted(Y.tolist())
+    assert all(b == 2 * a for a, b in found)
+    assert said == [], said

@@ -15,7 +15,8 @@ import phalanx as px
 from phalanx.core.values import stacked_over
 from phalanx.data.delivery import ALIGNMENT, Delivery, narrow, owned
 from phalanx.data.elements import Ragged
-from phalanx.data.feeding import RowsOf
+from phalanx.data.feeding import RowsOf, Step, shapes_on_all
+from phalanx.data.rebatching import BEGINNING
 
 DEVICES = tuple(jax.devices()[:2])
 
@@ -39,6 +40,47 @@ def test_unequal_parts_stay_apart() -> None:
     assert [x.shape for x in value.values] == [(3,), (0,)]
     assert [x.devices() for x in value.values] == [{d} for d in DEVICES]
     assert not any(x.committed for x in value.values)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=2, max_size=2),
+    st.sampled_from([np.float32, np.int64, np.bool_]),
+    st.booleans(),
+)
+def test_unequal_parts_are_padded_for_programs(shapes: Any, dtype: Any, as_rows: bool) -> None:
+    parts = [(np.arange(n * m) + 1).reshape(n, m).astype(dtype) for n, m in shapes]
+    given_parts: list[Any] = parts
+    if as_rows:
+        given_parts = [RowsOf(p, np.arange(len(p)), slice(0, len(p))) for p in parts]
+    value = delivery().leaf(given_parts)
+    assert [np.asarray(x).tolist() for x in value.values] == [p.tolist() for p in parts]
+    if shapes[0] == shapes[1]:
+        assert value.padded is None
+        return
+    assert value.padded.shapes == tuple(shapes)
+    room = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+    assert value.padded.array.shape == (2 * room[0], room[1])
+    assert value.padded.array.sharding == stacked_over(DEVICES)
+    assert np.asarray(value.padded.array).sum() == sum(p.astype(narrow(dtype)).sum() for p in parts)
+    by_hand = px.PerReplica(value.values)
+    np.testing.assert_array_equal(by_hand.padded.array, value.padded.array)
+
+
+def test_parts_of_different_ranks_stay_apart() -> None:
+    value = delivery().leaf([np.zeros((2, 2)), np.zeros(0)])
+    assert value.padded is None
+    assert [x.shape for x in value.values] == [(2, 2), (0,)]
+
+
+def test_workers_without_rows_have_the_shapes_that_others_expect() -> None:
+    step = Step([[np.zeros((2, 3)), np.zeros((1, 3))], [np.zeros(2), np.zeros(1)]], None, BEGINNING)
+    shapes = shapes_on_all([2, step.shapes(), 1])
+    assert shapes == [[(0, 3), (0, 3), (2, 3), (1, 3), (0, 3)], [(0,), (0,), (2,), (1,), (0,)]]
+    assert shapes_on_all([2, 1]) is None
+    nothing = Step([[np.zeros((0, 7), np.int32)], [np.array([], object)]], None, BEGINNING)
+    expected = nothing.with_shapes([(0, 3), (0,)])
+    assert [p[0].shape for p in expected.parts] == [(0, 3), (0,)]
+    assert [p[0].dtype for p in expected.parts] == [np.int32, object]
 
 
 def test_scalars_are_stacked() -> None:

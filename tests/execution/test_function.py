@@ -298,27 +298,6 @@ def test_plain_jit_takes_pure_steps_of_distributed_pytrees() -> None:
         jax.jit(lambda y: s.run(w.assign_add, args=(y,)))(jnp.ones(2))
 
 
-def test_uneven_batches_run_eagerly_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    function_module._say_once.cache_clear()
-    s = two()
-    with s.scope():
-        seen = px.Variable(0.0, synchronization=S.ON_READ, aggregation=A.SUM)
-
-    @px.function
-    def total(x: Any) -> Any:
-        per = s.run(lambda x: seen.assign_add(jnp.float32(x.shape[0])) * 0 + jnp.sum(x), args=(x,))
-        return s.reduce("sum", per, axis=None)
-
-    with caplog.at_level(logging.WARNING, logger="phalanx"):
-        for sizes in ([2, 2], [3, 1], [4, 0], [0, 2]):
-            whole = np.arange(float(sum(sizes)), dtype=np.float32)
-            parts = np.split(whole, [sizes[0]])
-            assert float(total(per_replica(s, lambda i, p=parts: p[i]))) == whole.sum()
-    assert float(seen) == 14.0
-    assert sum("runs eagerly" in m for m in caplog.messages) == 1
-    assert "drop_remainder" in caplog.text
-
-
 def test_unproven_writes_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     function_module._say_once.cache_clear()
     s = two()

@@ -115,11 +115,11 @@ def test_nothing_runs() -> None:
 
 def test_steps_that_have_no_program() -> None:
     s = two()
-    uneven = s.experimental_distribute_values_from_function(
-        lambda c: jnp.ones(c.replica_id_in_sync_group + 1)
+    unlike = s.experimental_distribute_values_from_function(
+        lambda c: jnp.ones((2,) * (c.replica_id_in_sync_group + 1))
     )
-    with pytest.raises(RuntimeError, match="different shapes"):
-        px.testing.communication(s.run, jnp.sum, (uneven,))
+    with pytest.raises(RuntimeError, match="different ranks"):
+        px.testing.communication(s.run, jnp.sum, (unlike,))
     with pytest.raises(TypeError, match="callable"):
         px.testing.communication(3)  # type: ignore[arg-type]
 

@@ -326,6 +326,7 @@ def register_array_like(cls: type, read: Callable[[Any], jax.Array]) -> None:
 
 SAME_ON_ALL_REPLICAS = "phalanx_same_on_all_replicas"
 AGREED_BY_ALL_REPLICAS = "phalanx_agreed_by_all_replicas"
+SAME_IN_ALL_PROGRAMS = "phalanx_same_in_all_programs"
 
 _MARKING = "Checking that all replicas write the same"
 _Primitive = find(_MARKING, "jax.extend.core:Primitive")
@@ -342,7 +343,7 @@ def _mark(name: str) -> Any:
     mark.def_impl(lambda x, **_: x)
     mark.def_abstract_eval(lambda x, **_: x)
     _deflinear(mark, lambda ct, _, **__: [ct])
-    if name == AGREED_BY_ALL_REPLICAS:
+    if name != SAME_ON_ALL_REPLICAS:
         _defvectorized(mark)
     _register_lowering(mark, lambda _, x, **__: [x])
     return mark
@@ -357,6 +358,12 @@ def declare_same_on_all_replicas(x: jax.Array) -> jax.Array:
     """The array itself, with a mark in the program that says: all replicas do have the same here."""
     agreed: jax.Array = _mark(AGREED_BY_ALL_REPLICAS).bind(x)
     return agreed
+
+
+def mark_same_in_all_programs(x: jax.Array) -> jax.Array:
+    """The array itself, with a mark that says: programs for other shapes must compute it alike."""
+    marked: jax.Array = _mark(SAME_IN_ALL_PROGRAMS).bind(x)
+    return marked
 
 
 # -- programs -------------------------------------------------------------------------------------
@@ -377,17 +384,21 @@ def eval_jaxpr(closed: Any, args: Sequence[Any]) -> list[Any]:
     return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
 
 
+def eval_equation(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Run one equation of a jaxpr, perhaps with other operands than the constants in it."""
+    pairs = list(zip(eqn.invars, operands, strict=True))
+    if any(is_literal(v) and x is not v.val for v, x in pairs):
+        with eqn.ctx.manager:
+            out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        return list(out) if eqn.primitive.multiple_results else [out]
+    given = {v: x for v, x in pairs if not is_literal(v)}
+    alone = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn])
+    return list(jax.core.eval_jaxpr(alone, (), *given.values()))
+
+
 def used_part(jaxpr: Any) -> Any:
     """A jaxpr without inputs and equations that its results do not need, as far as JAX can tell."""
     return jaxpr if isinstance(_without_dead_code, Missing) else _without_dead_code(jaxpr, True)[0]
-
-
-def calls_python(jaxpr: Any) -> bool:
-    """Whether a program calls functions outside of XLA, which can fail while it runs."""
-    names = (eqn.primitive.name for eqn in jaxpr.eqns)
-    if any("callback" in name or name in ("debug_print", "ffi_call") for name in names):
-        return True
-    return any(calls_python(inner) for eqn in jaxpr.eqns for inner in sub_jaxprs(eqn))
 
 
 def without_unused(closed: Any) -> tuple[Any, list[bool]]:

@@ -3,7 +3,8 @@
 A `PerReplica` value may differ between replicas, a `Mirrored` value is the same on all. Both have two
 faces: one array per replica, each on its own device, which is what replicas see; and, where shapes
 agree, one global `jax.Array` over the mesh of those devices, which is what `jax.jit` sees. Each face is
-made from the other on demand, without copying.
+made from the other on demand, without copying. Where shapes differ, one padded array takes the place of
+the global one in programs.
 
 Both are pytrees. Outside of replicas their leaf is the global array. Inside `Strategy.run` they
 flatten to the replica's own component, so a captured value can be given to any JAX function.
@@ -25,6 +26,8 @@ from phalanx.core import compat
 from phalanx.core.context import active_replica, current_mode
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.operators import ArrayOperators
+from phalanx.core.padding import CannotJoin, Padded, pad
+from phalanx.core.printing import format_component, format_components
 from phalanx.core.showing import shown
 from phalanx.core.structure import Leaf, map_nest
 
@@ -87,36 +90,10 @@ class DistributedValues(Leaf):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return _format(type(self).__name__, [format_component(v, str) for v in self.values])
+        return format_components(type(self).__name__, [format_component(v, str) for v in self.values])
 
     def __repr__(self) -> str:
-        return _format(type(self).__name__, [format_component(v, repr) for v in self.values])
-
-
-def _format(name: str, components: Sequence[str]) -> str:
-    body = ",\n".join(f"  {i}: {text}" for i, text in enumerate(components))
-    return f"{name}:{{\n{body}\n}}"
-
-
-def format_component(x: Any, how: Callable[[Any], str]) -> str:
-    """Print a component the way TensorFlow prints tensors: value, shape and dtype."""
-    if not isinstance(x, jax.Array) or compat.is_tracer(x):
-        return how(x)
-    if compat.is_key_array(x):
-        return repr(x)
-    if how is str:
-        return f"Array({np.asarray(x)}, shape={x.shape}, dtype={x.dtype})"
-    return f"<Array: shape={x.shape}, dtype={x.dtype}, numpy={describe_numpy(x)}>"
-
-
-def describe_numpy(x: jax.Array) -> str:
-    """The value of an array, as in ``numpy=…`` of a printed tensor or variable."""
-    if compat.is_tracer(x):
-        return "<traced>"
-    if compat.is_key_array(x):
-        return repr(x)
-    host = np.asarray(x)
-    return repr(host.item()) if host.ndim == 0 else repr(host)
+        return format_components(type(self).__name__, [format_component(v, repr) for v in self.values])
 
 
 class _TwoFaced(DistributedValues):
@@ -129,7 +106,7 @@ class _TwoFaced(DistributedValues):
             have other shapes.
     """
 
-    __slots__ = ("_components", "_global", "_joins", "_layout", "_span")
+    __slots__ = ("_components", "_global", "_joins", "_layout", "_padded", "_span")
 
     def __init__(self, values: Sequence[Any], span: Span | None = None, joins: bool = True) -> None:
         self._components: tuple[Any, ...] | None = tuple(values)
@@ -137,6 +114,7 @@ class _TwoFaced(DistributedValues):
         if not self._components:
             raise InvalidValueError(f"{type(self).__name__} needs at least one component")
         self._layout: Layout | None = None
+        self._padded: Padded | None = None
         self._span = span
         self._joins = joins
 
@@ -145,7 +123,7 @@ class _TwoFaced(DistributedValues):
         """The value whose global face is `array`."""
         self = cls.__new__(cls)
         self._components, self._global, self._layout = None, array, layout
-        self._span, self._joins = None, True
+        self._padded, self._span, self._joins = None, None, True
         return self
 
     @property
@@ -163,6 +141,9 @@ class _TwoFaced(DistributedValues):
     def values(self) -> tuple[Any, ...]:
         """The components, by replica."""
         if self._components is None:
+            if self._padded is not None:
+                self._components = self._padded.components()
+                return self._components
             assert self._global is not None
             assert self._layout is not None
             self._components = tuple(self._split(self._global, self._layout))
@@ -189,6 +170,8 @@ class _TwoFaced(DistributedValues):
         """Whether components are values inside a JAX transformation."""
         if self._global is not None:
             return compat.is_tracer(self._global)
+        if self._padded is not None:
+            return compat.is_tracer(self._padded.array)
         return any(compat.is_tracer(x) for x in self.values)
 
     @property
@@ -223,6 +206,8 @@ class _TwoFaced(DistributedValues):
         """How many replicas the value is for."""
         if self._layout is not None:
             return self._layout.count
+        if self._padded is not None:
+            return len(self._padded.shapes)
         return len(self.values if self._span is None else self._span)
 
     def component(self, index: int) -> Any:
@@ -309,6 +294,31 @@ class PerReplica(_TwoFaced, ArrayOperators):
     """
 
     __slots__ = ()
+
+    @staticmethod
+    def from_padded(padded: Padded) -> PerReplica:
+        """The value whose components, of different shapes, are in a padded array."""
+        self = PerReplica.__new__(PerReplica)
+        self._components = self._global = self._layout = None
+        self._padded, self._span, self._joins = padded, compat.span_of(padded.array), False
+        return self
+
+    @property
+    def padded(self) -> Padded | None:
+        """One array over all replicas' devices for components of different shapes.
+
+        None if the components have one shape, if they are no arrays of one rank and dtype, or if other
+        processes have some of them.
+        """
+        if self._padded is None and self._span is None and not self.is_local and self.array is None:
+            if self.is_traced:
+                self._padded = pad(self.values, None, ())
+            else:
+                devices = tuple(device_of(x) for x in self.values if isinstance(x, jax.Array))
+                found = tuple(d for d in devices if d is not None)
+                if len(set(found)) == self.count:
+                    self._padded = pad(self.values, stacked_over(found), found)
+        return self._padded
 
     def _split(self, array: jax.Array, layout: Layout) -> Sequence[jax.Array]:
         if compat.is_tracer(array):
@@ -417,6 +427,8 @@ def own_component(value: _TwoFaced, context: ReplicaContext) -> Any:
     """The component of the replica that runs the code, of a value that it captured or was given."""
     if not context.compiled or isinstance(value, Mirrored) or value.is_local:
         return value.component(context.replica_index)
+    if len({jnp.shape(x) for x in value.values}) > 1:
+        raise CannotJoin("a value of theirs is captured: give it to strategy.run as an argument")
     # One program stands for all replicas, so which component it is depends on where it runs.
     rows = jnp.stack([jnp.asarray(x) for x in value.values])
     return rows[context.replica_id_in_sync_group]

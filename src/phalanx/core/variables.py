@@ -23,6 +23,7 @@ from phalanx.core.errors import ContextError, InternalError, InvalidTypeError, I
 from phalanx.core.indexed_slices import IndexedSlices, checked_slices
 from phalanx.core.operators import ArrayOperators, operand_of
 from phalanx.core.pickling import StaysHere
+from phalanx.core.printing import describe_numpy
 from phalanx.core.replica_context import MergePoint
 from phalanx.core.showing import shown
 from phalanx.core.structure import Leaf
@@ -32,7 +33,7 @@ from phalanx.core.synchronization import (
     check_kinds,
 )
 from phalanx.core.updates import apply_update, broadcasts_to, fitting_shape
-from phalanx.core.values import DistributedValues, describe_numpy, device_of, place
+from phalanx.core.values import DistributedValues, device_of, place
 from phalanx.core.variable_spec import VariableReference, VariableSpec, initial_array, register
 
 if TYPE_CHECKING:

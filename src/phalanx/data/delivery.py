@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from phalanx.core import compat
 from phalanx.core.errors import InvalidTypeError
+from phalanx.core.padding import Padded, room_for, whole_shape
 from phalanx.core.values import Layout, PerReplica, Span, stacked_over
 from phalanx.data.elements import Ragged, unflatten
-from phalanx.data.feeding import RowsOf, Step
+from phalanx.data.feeding import RowsOf, Shape, Step
 
 ALIGNMENT = 64
 """Where memory must begin so that CPU devices use it without copying."""
@@ -49,17 +50,19 @@ class Delivery:
         self._everywhere = span or self._devices
         self._sharding = stacked_over(self._everywhere)
 
-    def element(self, step: Step, even: bool = True) -> Any:
+    def element(self, step: Step, shapes: Sequence[Sequence[Shape]] | None = None) -> Any:
         """The element that a step is for the strategy.
 
         Args:
             step: the rows of this worker's replicas.
-            even: whether the parts of all workers have the same shapes, so that they make one array.
+            shapes: of each leaf, the shapes on the replicas of all workers, if they make one array.
         """
-        return unflatten(step.structure, [self.leaf(parts, even) for parts in step.parts])
+        known = [None] * len(step.parts) if shapes is None else shapes
+        leaves = [self.leaf(parts, found) for parts, found in zip(step.parts, known, strict=True)]
+        return unflatten(step.structure, leaves)
 
-    def leaf(self, parts: Sequence[Any], even: bool = True) -> Any:
-        """One leaf of an element, from the part of each replica."""
+    def leaf(self, parts: Sequence[Any], shapes: Sequence[Shape] | None = None) -> Any:
+        """One leaf of an element, from the part of each replica, and the shapes on all of them."""
         first = parts[0]
         if isinstance(first, Ragged | str | bytes):
             return self._on_host(parts)
@@ -67,9 +70,9 @@ class Delivery:
             return self._on_host([part.astype(object) for part in parts])
         if not self._to_device:
             return self._on_host([owned([part], part.shape)[0] for part in parts])
-        if not even or any(part.shape != first.shape for part in parts):
-            placed = [self._place(x, d) for x, d in zip(parts, self._devices, strict=True)]
-            return PerReplica(placed, self._span, joins=False)
+        shapes = [part.shape for part in parts] if shapes is None else shapes
+        if any(shape != shapes[0] for shape in shapes):
+            return self._uneven(parts, shapes)
         if not self._wraps:
             return self._place(first, self._devices[0])
         shape = first.shape or (1,)
@@ -77,6 +80,16 @@ class Delivery:
         whole = (shape[0] * len(self._everywhere), *shape[1:])
         array = compat.put_pieces(whole, self._sharding, pieces, self._devices)
         return PerReplica.from_global(array, Layout(len(self._everywhere), not first.shape))
+
+    def _uneven(self, parts: Sequence[Any], shapes: Sequence[Shape]) -> PerReplica:
+        """Parts of different shapes, each at the beginning of memory that has room for all."""
+        room = room_for(shapes)
+        if room is None or len(shapes) != len(self._everywhere):
+            placed = [self._place(x, d) for x, d in zip(parts, self._devices, strict=True)]
+            return PerReplica(placed, self._span, joins=False)
+        whole = whole_shape(room, len(shapes))
+        array = compat.put_pieces(whole, self._sharding, owned(parts, room), self._devices)
+        return PerReplica.from_padded(Padded(array, tuple(shapes)))
 
     def _place(self, part: Any, device: jax.Device) -> jax.Array:
         return compat.put_on(owned([part], part.shape)[0], device)
@@ -99,7 +112,10 @@ def narrow(dtype: Any) -> np.dtype[Any]:
 
 
 def owned(parts: Sequence[Any], shape: tuple[int, ...]) -> list[NDArray[Any]]:
-    """Copies of arrays of one size, each at the beginning of an aligned part of one new block."""
+    """Copies of arrays, each at the beginning of an aligned part of one new block.
+
+    Each part has the given shape. Smaller arrays leave zeros at its end; scalars may be of shape (1,).
+    """
     dtype = narrow(parts[0].dtype)
     size = math.prod(shape) * dtype.itemsize
     stride = -(-size // ALIGNMENT) * ALIGNMENT
@@ -107,10 +123,15 @@ def owned(parts: Sequence[Any], shape: tuple[int, ...]) -> list[NDArray[Any]]:
     start = -block.ctypes.data % ALIGNMENT
     copies = []
     for i, part in enumerate(parts):
-        copy: NDArray[Any] = np.ndarray(shape, dtype, block, start + i * stride)
-        if isinstance(part, RowsOf):
+        whole: NDArray[Any] = np.ndarray(shape, dtype, block, start + i * stride)
+        copy = whole
+        if part.shape and part.shape != shape:
+            whole.fill(0)
+            copy = whole[tuple(slice(n) for n in part.shape)]
+        if isinstance(part, RowsOf) and copy.flags.c_contiguous:
             part.copy_to(copy)
         else:
-            np.copyto(copy, part.reshape(shape), casting="unsafe")
-        copies.append(copy)
+            rows = np.asarray(part)
+            np.copyto(copy, rows if rows.shape else rows.reshape(shape), casting="unsafe")
+        copies.append(whole)
     return copies

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from phalanx.core.showing import shown
 from phalanx.data.background import Ahead
 from phalanx.data.delivery import Delivery
 from phalanx.data.elements import leaves_of_spec, structure_of
-from phalanx.data.feeding import Feed, Feeds, Step
+from phalanx.data.feeding import Feed, Feeds, Shape, Step, shapes_on_all
 from phalanx.data.handover import Elements
 from phalanx.data.iterator import Epochs, check_state
 from phalanx.data.node import INFINITE, Node, Run
@@ -187,8 +186,9 @@ class _Production:
         delivery: Delivery,
         without_rows: Callable[[], Step],
         meet: Callable[[Any, threading.Event], list[Any]] | None,
+        replicas: int,
     ) -> None:
-        self._progress = start
+        self._progress, self._replicas = start, replicas
         self._open_feed, self._delivery = open_feed, delivery
         self._without_rows, self._meet = without_rows, meet
         self._feed: Feed | Feeds | None = None
@@ -202,16 +202,19 @@ class _Production:
             while not self._given_up.is_set():
                 with self._failing_together():
                     step = feed.next()
-                anybody, even = self._agree(step)
+                anybody, shapes = self._agree(step)
                 if not anybody:
                     return
                 if nothing is None and self._meet is not None:
                     nothing = self._without_rows() if step is None else step.without_rows()
-                rows = step or nothing
-                assert rows is not None
+                rows = step
+                if rows is None:
+                    assert nothing is not None
+                    assert shapes is not None
+                    rows = nothing.with_shapes([(0, *leaf[0][1:]) for leaf in shapes])
                 position = self._progress.position if step is None else step.position
                 self._progress = _Progress(position, self._progress.steps + 1)
-                yield self._delivery.element(rows, even), self._progress
+                yield self._delivery.element(rows, shapes), self._progress
         finally:
             feed.close()
 
@@ -225,19 +228,19 @@ class _Production:
                 self._meet({_FAILED: f"{type(error).__name__}: {error}"}, self._given_up)
             raise
 
-    def _agree(self, step: Step | None) -> tuple[bool, bool]:
-        """Whether any worker has rows, and whether all have rows of the same shapes.
+    def _agree(self, step: Step | None) -> tuple[bool, list[list[Shape]] | None]:
+        """Whether any worker has rows, and the shapes of each leaf, if there are other workers.
 
         Workers that read different rows go on until all have ended.
         """
         if self._meet is None:
-            return step is not None, True
-        said = self._meet(None if step is None else step.shapes(), self._given_up)
+            return step is not None, None
+        said = self._meet(self._replicas if step is None else step.shapes(), self._given_up)
         for worker, what in enumerate(said):
             if isinstance(what, dict):
                 raise AbortedError(f"The input of worker {worker} failed: {what[_FAILED]}")
-        shapes = {json.dumps(s) for s in said}
-        return shapes != {"null"}, len(shapes) == 1 and said[0] != []
+        shapes = shapes_on_all(said)
+        return shapes is not None, shapes
 
     def cancel(self) -> None:
         with uninterrupted():
@@ -297,6 +300,7 @@ class _Reading:
             dataset._delivery(),
             dataset._without_rows,
             meet,
+            place.replicas,
         )
         depth = dataset._options.experimental_per_replica_buffer_size
         with uninterrupted():

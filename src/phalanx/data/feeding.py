@@ -15,6 +15,8 @@ from phalanx.data.elements import structure_of
 from phalanx.data.node import Cursor, GatherCursor, Node, Run, open_plan, read_exactly
 from phalanx.data.rebatching import PieceCursor, Position, no_rows_like
 
+Shape = tuple[int, ...]
+
 
 class RowsOf:
     """Rows of a column that have not been fetched yet: whoever needs them says where to.
@@ -34,6 +36,8 @@ class RowsOf:
 
     def copy_to(self, out: NDArray[Any]) -> None:
         """Fetch the rows into an array of their shape."""
+        if not out.size:
+            return
         rows = out.reshape(-1, *self._column.shape[1:])
         if self._where is not None:
             np.copyto(rows, self._column[self._where], casting="unsafe")
@@ -59,16 +63,40 @@ class Step:
         """How many rows all replicas have together, judged by the first leaf."""
         return sum(part.shape[0] if len(part.shape) else 1 for part in self.parts[0])
 
-    def shapes(self) -> list[list[int]]:
-        """The shape of each leaf's part, if all replicas have the same; else an empty list."""
-        shapes = [[list(getattr(part, "shape", ())) for part in parts] for parts in self.parts]
-        alike = all(shape == leaf[0] for leaf in shapes for shape in leaf)
-        return [leaf[0] for leaf in shapes] if alike else []
+    def shapes(self) -> list[list[list[int]]]:
+        """The shape of each leaf's part on each replica."""
+        return [[list(getattr(part, "shape", ())) for part in parts] for parts in self.parts]
 
     def without_rows(self) -> Step:
         """A step like this one that has no rows."""
         rows = [[no_rows_like(parts[0])] * len(parts) for parts in self.parts]
         return Step(rows, self.structure, self.position)
+
+    def with_shapes(self, shapes: Sequence[Shape]) -> Step:
+        """A step without rows whose leaves have these shapes, which other workers expect of it."""
+        columns = []
+        for parts, shape in zip(self.parts, shapes, strict=True):
+            first = parts[0]
+            fits = not isinstance(first, np.ndarray) or first.dtype.kind == "O"
+            columns.append(parts if fits else [np.empty(shape, first.dtype)] * len(parts))
+        return Step(columns, self.structure, self.position)
+
+
+def shapes_on_all(said: Sequence[Any]) -> list[list[Shape]] | None:
+    """The shape of each leaf on the replicas of all workers; None if nobody has rows.
+
+    Args:
+        said: of each worker, the `shapes` of its step, or how many replicas of it have no rows.
+    """
+    some = next((shapes for shapes in said if isinstance(shapes, list)), None)
+    if some is None:
+        return None
+    found = []
+    for i, leaf in enumerate(some):
+        nothing = [0, *leaf[0][1:]]
+        columns = [shapes[i] if isinstance(shapes, list) else [nothing] * shapes for shapes in said]
+        found.append([tuple(shape) for column in columns for shape in column])
+    return found
 
 
 class Feed:

@@ -30,7 +30,7 @@ from phalanx.core.errors import (
 from phalanx.core.host_memory import expect_model
 from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
 from phalanx.core.showing import shown
-from phalanx.core.spmd import SpmdPerReplica, wrap_arguments
+from phalanx.core.spmd import SpmdPerReplica, shared_by_all, wrap_arguments
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import (
     REPLICA_AXIS,
@@ -46,18 +46,7 @@ from phalanx.execution.staging import explained
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
 
-_SPLIT, _WHOLE = PartitionSpec(REPLICA_AXIS), PartitionSpec()
-
-
-def run_compiled(
-    strategy: Strategy,
-    devices: tuple[jax.Device, ...],
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Add a run of `fn` on all replicas to the program that is being traced."""
-    return _CompiledRun(strategy, devices, fn, (args, dict(kwargs))).add()
+SPLIT, WHOLE = PartitionSpec(REPLICA_AXIS), PartitionSpec()
 
 
 def run_inlined(
@@ -107,7 +96,7 @@ class CompiledRendezvous:
         given = (point.args, dict(point.kwargs))
         nest = wrap_arguments(given, self._count, point.always_wrap, self._shared)
         with ctx.push(ctx.Mode(context.strategy)):
-            result = point.fn(context.strategy, *nest[0], **nest[1])
+            result = shared_by_all(point.fn(context.strategy, *nest[0], **nest[1]))
         self._shared += [x for x in leaves(result) if isinstance(x, jax.Array)]
         return select_replica(0, result)
 
@@ -169,7 +158,7 @@ class SpmdLifting(lifting.Lifting):
         super().set(variable, value)
 
 
-class _CompiledRun:
+class CompiledRun:
     """One call of `Strategy.run` in traced code."""
 
     def __init__(
@@ -180,7 +169,7 @@ class _CompiledRun:
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> None:
         self._strategy, self._fn, self._inputs = strategy, fn, inputs
-        self._count = len(devices)
+        self._devices, self._count = devices, len(devices)
         self._mesh = replica_mesh(devices)
         self._parent = lifting.current()
         # Found while tracing:
@@ -195,19 +184,19 @@ class _CompiledRun:
         """Trace the step and return its results."""
         leaf_values = leaves(self._inputs)
         split = [i for i, x in enumerate(leaf_values) if isinstance(x, PerReplica)]
-        arrays = [_global_array(leaf_values[i]) for i in split]
+        arrays = [global_array(leaf_values[i]) for i in split]
         expect_model([x for x in leaf_values if isinstance(x, Mirrored | jax.Array)])
         layouts = [leaf_values[i].layout for i in split]
         variables = self._on_read_variables()
         held = [self._parent.held(v) for v in variables] if self._parent else []
-        copies = [_global_array(value) for value in held]
+        copies = [global_array(value) for value in held]
 
         def body(arrays: list[jax.Array], copies: list[jax.Array]) -> Any:
             mine = list(leaf_values)
             for i, x, layout in zip(split, arrays, layouts, strict=True):
-                mine[i] = _local(x, layout)
+                mine[i] = local_part(x, layout)
             local = {
-                v: SpmdPerReplica(_local(x, h.layout), self._count)
+                v: SpmdPerReplica(local_part(x, h.layout), self._count)
                 for v, x, h in zip(variables, copies, held, strict=True)
             }
             return self._body(replace_leaves(self._inputs, mine), local)
@@ -215,8 +204,8 @@ class _CompiledRun:
         mapped = jax.shard_map(
             body,
             mesh=self._mesh,
-            in_specs=(_SPLIT, _SPLIT),
-            out_specs=(_SPLIT, _WHOLE, _WHOLE, _SPLIT),
+            in_specs=(SPLIT, SPLIT),
+            out_specs=(SPLIT, WHOLE, WHOLE, SPLIT),
             check_vma=False,
         )
         with explained():
@@ -286,15 +275,17 @@ class _CompiledRun:
         return replace_leaves(self._result, new)
 
 
-def _global_array(value: PerReplica) -> jax.Array:
+def global_array(value: PerReplica) -> jax.Array:
+    """The array over all devices of an argument."""
     array = value.array
     if array is None:
         raise InvalidArgumentError(
-            "Compiled code needs the same shape and dtype on every replica. Use the eager executor "
-            f"for uneven batches: call strategy.run outside of px.function. Received: {shown(value)}"
+            "Compiled code needs arrays of one rank and dtype on every replica. Use the eager executor "
+            f"for others: call strategy.run outside of px.function. Received: {shown(value)}"
         )
     return array
 
 
-def _local(x: jax.Array, layout: Layout) -> jax.Array:
+def local_part(x: jax.Array, layout: Layout) -> jax.Array:
+    """What a replica sees of its part of such an array."""
     return x[0] if layout.scalar else x

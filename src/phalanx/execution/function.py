@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.core import compat, pulls, transactions
 from phalanx.core import context as ctx
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core.padding import CannotJoin
 from phalanx.core.showing import shown
 from phalanx.core.structure import leaves
 from phalanx.core.tensor_spec import TensorSpec
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("phalanx")
 _LOOPS = "it loops over a dataset or an iterator"
 _ROUNDS = "the elements that a loop over px.range takes differ in shape"
+_MOST_UNEVEN = 16
+"""How many programs for uneven batches one function may have: each takes its time to compile."""
 _FED = object()  # the first argument of calls to which elements of iterators were added
 
 
@@ -68,6 +71,7 @@ class Function:
         self._on_replicas: weakref.WeakKeyDictionary[Strategy, Function] = weakref.WeakKeyDictionary()
         self._traces = [0]  # shared with the functions that run it on replicas
         self._made_variables = False
+        self._uneven_count = 0  # never falls, so that all workers count alike
 
     # -- calling -------------------------------------------------------------------------------
 
@@ -148,7 +152,7 @@ class Function:
         The caller must give back what was taken, if it is interrupted before it has used it.
         """
         if call is None:
-            return self._uneven()
+            return self._not_arrays()
         turn = Turn(self._tracing)
         try:
             return self._find_in_turn(call, args, kwargs, taken, turn)
@@ -170,7 +174,7 @@ class Function:
                 return _Found(why=_ROUNDS)
             fed = Call.of((_FED, elements, args), kwargs) if sources else call
             if fed is None:
-                return self._uneven()
+                return self._not_arrays()
             known = self._programs.get(fed.key)
             variables = known.variables() if isinstance(known, Program) else []
             if known is None or variables is None:
@@ -195,9 +199,9 @@ class Function:
                 return _Found(why=known)
             return _Found(known, fed.arrays, variables)
 
-    def _uneven(self) -> _Found:
-        why = "replicas hold different shapes, or values that are no arrays"
-        self._say_eager(why, "Use batches that divide evenly, as with drop_remainder=True")
+    def _not_arrays(self) -> _Found:
+        why = "replicas hold arrays of different ranks or dtypes, or values that are no arrays"
+        self._say_eager(why, "Give them JAX arrays that differ in size only")
         return _Found(why=why)
 
     def run_steps(
@@ -237,19 +241,25 @@ class Function:
         return program.run_loop(found[0].variables, [list(column) for column in columns], use)
 
     def _trace(self, call: Call, taken: Taken) -> Program | str:
-        try:
-            program = self._trace_once(call, taken)
-        except pulls.LoopsOverInput:
-            self._say_eager(_LOOPS, "Compile the step inside of the loop, or use px.train.loop")
-            return _LOOPS
+        if call.is_uneven:
+            if self._uneven_count == _MOST_UNEVEN:
+                return self._cannot_join(f"there are {_MOST_UNEVEN} programs for other such batches")
+            self._uneven_count += 1
+        program = self._try_to_trace(call, taken)
         if isinstance(program, list):
             if self._programs or self._made_variables:
                 raise self._makes_variables("again, after its first call", program)
             self._made_variables = True
-            program = self._trace_once(call, taken)
+            program = self._try_to_trace(call, taken)
             if isinstance(program, list):
                 raise self._makes_variables("on every call", program)
+        if isinstance(program, str):
+            return program
         marks, hazards = differing_marks(program.jaxpr)
+        if hazards and call.is_uneven:
+            return self._cannot_join(
+                f"they communicate inside {hazards[0]} that may differ between them"
+            )
         if hazards:
             raise InvalidValueError(
                 f"{self.__name__} communicates inside {hazards[0]} whose condition may differ between "
@@ -261,6 +271,26 @@ class Function:
             self._say_eager(why, "Give the variable an aggregation, or all_reduce the value first")
             return why
         return program
+
+    def _try_to_trace(self, call: Call, taken: Taken) -> Program | list[Variable] | str:
+        try:
+            return self._trace_once(call, taken)
+        except pulls.LoopsOverInput:
+            self._say_eager(_LOOPS, "Compile the step inside of the loop, or use px.train.loop")
+            return _LOOPS
+        except CannotJoin as reason:
+            return self._cannot_join(str(reason))
+        except Exception as error:
+            if not call.is_uneven:
+                raise
+            # What cannot be traced may run eagerly. If not, the error there says on which replica.
+            first_line = (str(error).splitlines() or [""])[0][:200]
+            return self._cannot_join(f"tracing failed with {type(error).__name__}: {first_line}")
+
+    def _cannot_join(self, reason: str) -> str:
+        why = f"replicas hold different shapes, and {reason}"
+        self._say_eager(why, "Use batches that divide evenly, as with drop_remainder=True")
+        return why
 
     def _trace_once(self, call: Call, taken: Taken) -> Program | list[Variable]:
         self._traces[0] += 1
@@ -356,7 +386,9 @@ def function(
     A decorator, with or without arguments. The function is traced for each new combination of
     argument shapes and dtypes, Python arguments and current strategy; afterwards calls run the compiled
     program. Python side effects happen while tracing only. Inside, `Strategy.run` is one SPMD
-    program. Functions called from compiled functions become part of them.
+    program, also where replicas hold arrays of different sizes: its step is then traced once for each
+    of them. There may be 16 programs of that kind. Functions called from compiled functions become
+    part of them.
 
     Args:
         fn: the function. Arrays, NumPy arrays and distributed values are inputs of the program; other

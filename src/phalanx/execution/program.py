@@ -22,6 +22,7 @@ from phalanx.core import context as ctx
 from phalanx.core.distributed_variables import CopiedVariable
 from phalanx.core.errors import ContextError
 from phalanx.core.host_memory import expect_model
+from phalanx.core.padding import CannotJoin, Padded, Shape
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.core.variable_spec import live_variables
@@ -43,14 +44,17 @@ class Call:
     treedef: Any
     constants: tuple[_Constant | None, ...]  # None where the argument is an array
     arrays: list[Any]
+    is_uneven: bool = False
+    """Whether replicas hold arrays of different shapes."""
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Take arguments apart; None if replicas hold arrays of different shapes."""
+        """Take arguments apart; None if replicas hold what no program can take."""
         flat, treedef = jax.tree_util.tree_flatten((args, kwargs), is_leaf=_is_ragged)
         arrays: list[Any] = []
         constants: list[_Constant | None] = []
         parts: list[Any] = []
+        is_uneven = False
         for x in flat:
             if _is_array(x):
                 if isinstance(x, jax.Array) and x.is_deleted():
@@ -59,13 +63,20 @@ class Call:
                 constants.append(None)
                 parts.append((x.shape, x.dtype, getattr(x, "weak_type", False)))
             elif isinstance(x, PerReplica):
-                return None
+                if x.padded is None:
+                    return None
+                if x.padded.array.is_deleted():
+                    raise deleted("An argument of a compiled function", x.padded.array)
+                is_uneven = True
+                arrays.append(x.padded.array)
+                constants.append(_Parts(None, x.padded.shapes))
+                parts.append((PerReplica, x.padded.shapes, x.padded.array.shape, x.padded.array.dtype))
             else:
                 constants.append(_Constant(x))
                 parts.append(_constant_key(x))
         mode = ctx.current_mode()
         where = (Identity(mode.strategy), mode.replica_context is None, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-        return Call((treedef, tuple(parts), where), treedef, tuple(constants), arrays)
+        return Call((treedef, tuple(parts), where), treedef, tuple(constants), arrays, is_uneven)
 
     @property
     def needs(self) -> list[Any]:
@@ -76,7 +87,10 @@ class Call:
     def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, with other arrays."""
         remaining = iter(arrays)
-        flat = [next(remaining) if c is None else c.value for c in self.constants]
+        flat = [
+            next(remaining) if c is None else c.around(next(remaining)) if c.is_array else c.value
+            for c in self.constants
+        ]
         args, kwargs = jax.tree_util.tree_unflatten(self.treedef, flat)
         return args, kwargs
 
@@ -84,6 +98,21 @@ class Call:
 @dataclass(frozen=True)
 class _Constant:
     value: Any
+    is_array = False
+
+    def around(self, array: Any) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Parts(_Constant):
+    """An argument that is an array with components of different shapes."""
+
+    shapes: tuple[Shape, ...]
+    is_array = True
+
+    def around(self, array: Any) -> Any:
+        return PerReplica.from_padded(Padded(array, self.shapes))
 
 
 def _is_array(x: Any) -> bool:
@@ -168,7 +197,7 @@ class Program:
                 used.spread_over(devices, f"variable {variable.name!r} of {owner!r}")
         self._device = used.device
         self._after_runs = list(used.after_runs)
-        can_fail = compat.calls_python(self.jaxpr) or (
+        can_fail = _calls_python(self.jaxpr) or (
             spans_workers and transactions.protects_variables(jax.default_backend())
         )
         wrappers = [_wrapper(variable) for variable in new]
@@ -199,6 +228,7 @@ class Program:
             held = {v: as_held(v, x) for v, x in zip(variables, values, strict=True)}
             used = lifting.Lifting(held)
             args, kwargs = call.rebuild(arrays)
+            box["used"] = used
             with lifting.lifted(used):
                 result = Result(fn(*args, **kwargs))
             if used.left_early:
@@ -207,13 +237,18 @@ class Program:
                     "exception that it caught. Such a loop is traced once and runs to its end: choose "
                     "what a round does with jnp.where, or loop over Python's range."
                 )
-            box["used"], box["result"] = used, result
+            box["result"] = result
             return result.arrays, [as_array(value) for value in used.written.values()]
 
         shapes = [_shape_of(v) for v in variables]
         arguments = [compat.shape_of(x) for x in call.arrays]
         with phases.phase("trace"), explained():
-            closed, _ = lifting.tracing(lambda: compat.jaxpr_and_result(staged, shapes, arguments))
+            try:
+                closed, _ = lifting.tracing(lambda: compat.jaxpr_and_result(staged, shapes, arguments))
+            except CannotJoin:
+                if box["used"].made:
+                    return list(box["used"].made)
+                raise
         used: lifting.Lifting = box["used"]
         return used.made or Program(closed, variables, used, box["result"], name)
 
@@ -296,7 +331,10 @@ class Result:
         self._makers: list[tuple[int, Callable[[jax.Array], Any]]] = []  # where, and what to make
         self._references: list[tuple[int, weakref.ref[Variable]]] = []
         for i, leaf in enumerate(self._leaves):
-            if isinstance(leaf, PerReplica | Mirrored) and leaf.array is not None:
+            if isinstance(leaf, PerReplica) and leaf.is_traced and leaf.padded is not None:
+                self._makers.append((i, _unpadding(leaf.padded.shapes)))
+                self.arrays.append(leaf.padded.array)
+            elif isinstance(leaf, PerReplica | Mirrored) and leaf.array is not None:
                 self._makers.append((i, _wrapping(type(leaf), leaf.layout)))
                 self.arrays.append(leaf.array)
             elif isinstance(leaf, jax.Array):
@@ -322,6 +360,14 @@ class Result:
         for i, reference in self._references:
             new[i] = reference()
         return replace_leaves(self._nest, new)
+
+
+def _calls_python(jaxpr: Any) -> bool:
+    """Whether a program calls functions outside of XLA, which can fail while it runs."""
+    names = (eqn.primitive.name for eqn in jaxpr.eqns)
+    if any("callback" in name or name in ("debug_print", "ffi_call") for name in names):
+        return True
+    return any(_calls_python(inner) for eqn in jaxpr.eqns for inner in compat.sub_jaxprs(eqn))
 
 
 def _references(variables: Sequence[Variable]) -> list[weakref.ref[Variable]]:
@@ -350,6 +396,11 @@ def _wrapping(kind: type[Mirrored | PerReplica], layout: Layout) -> Callable[[ja
     """Makes values of replicas."""
     make = kind.from_global
     return lambda x: make(x, layout)
+
+
+def _unpadding(shapes: tuple[Shape, ...]) -> Callable[[jax.Array], Any]:
+    """Makes values of replicas that have different shapes."""
+    return lambda x: PerReplica.from_padded(Padded(x, shapes))
 
 
 class _Plain:

@@ -82,7 +82,7 @@ def _equation(eqn: Any, given: list[bool], found: list[str]) -> list[bool]:
         return [False]
     if name == "axis_index":
         return [True]
-    if name in _COLLECTIVES and _over_replicas(eqn.params):
+    if name in _COLLECTIVES and is_over_replicas(eqn.params):
         # Exchanges, and those of some replicas alone, give what differs even of what agrees.
         agrees = name in _AGREEING and eqn.params.get("axis_index_groups") is None
         return [not agrees] * count
@@ -128,14 +128,15 @@ def _while_differs(eqn: Any, condition: Any, given: list[bool]) -> bool:
 
 def _communicates(jaxpr: Any) -> bool:
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _COLLECTIVES and _over_replicas(eqn.params):
+        if eqn.primitive.name in _COLLECTIVES and is_over_replicas(eqn.params):
             return True
         if any(_communicates(sub) for sub in compat.sub_jaxprs(eqn)):
             return True
     return False
 
 
-def _over_replicas(params: dict[str, Any]) -> bool:
+def is_over_replicas(params: dict[str, Any]) -> bool:
+    """Whether an equation with these parameters communicates between replicas, or asks for one."""
     axes = params.get("axes", params.get("axis_name", ()))
     names = axes if isinstance(axes, tuple | list) else (axes,)
     return REPLICA_AXIS in names

@@ -15,8 +15,9 @@ from phalanx.core.errors import InvalidTypeError
 from phalanx.core.showing import shown
 from phalanx.core.structure import leaves
 from phalanx.core.values import check_count, place
-from phalanx.execution.compiled import in_compiled_run, run_compiled, run_inlined
+from phalanx.execution.compiled import in_compiled_run, run_inlined
 from phalanx.execution.eager import run_replicas
+from phalanx.execution.runs import run_compiled
 from phalanx.strategies.input import DistributesInput
 
 if TYPE_CHECKING:

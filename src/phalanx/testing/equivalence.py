@@ -53,8 +53,8 @@ def assert_equivalent(
             of objects that list theirs in an attribute `variables`, such as optimizers and metrics. All
             these variables are compared, unless they are synchronized on read without an aggregation.
         batches: one nest of NumPy arrays for each step; a tuple holds several arguments. Arrays are
-            split along their first dimension by `numpy.array_split`, and scalars are passed on. If
-            replicas get parts of different sizes, `px.function` runs the step eagerly too.
+            split along their first dimension by `numpy.array_split`, and scalars are passed on.
+            Replicas may get parts of different sizes.
         rtol: the relative tolerance.
         atol: the absolute tolerance. Integers and booleans must agree exactly.
 

@@ -43,8 +43,8 @@ def loop(step: Function, iterator: Iterator[Any], steps: int) -> LoopResults:
     """Run a compiled step on the next elements of an iterator, as one program if they fit together.
 
     Elements of one shape become a single `lax.scan`, which saves the cost of dispatching each step.
-    Otherwise, as for a partial last batch, the steps run one after the other; the results are the
-    same.
+    Otherwise, as with a partial last batch, the compiled steps run one after the other; the results
+    are the same.
 
     Args:
         step: a `px.function`. It is called with the element, or with its parts if it is a tuple.

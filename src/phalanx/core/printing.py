@@ -1,0 +1,38 @@
+"""How distributed values and variables are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from phalanx.core import compat
+
+
+def format_components(name: str, components: Sequence[str]) -> str:
+    """Print a value that has a component for each replica."""
+    body = ",\n".join(f"  {i}: {text}" for i, text in enumerate(components))
+    return f"{name}:{{\n{body}\n}}"
+
+
+def format_component(x: Any, how: Callable[[Any], str]) -> str:
+    """Print a component the way TensorFlow prints tensors: value, shape and dtype."""
+    if not isinstance(x, jax.Array) or compat.is_tracer(x):
+        return how(x)
+    if compat.is_key_array(x):
+        return repr(x)
+    if how is str:
+        return f"Array({np.asarray(x)}, shape={x.shape}, dtype={x.dtype})"
+    return f"<Array: shape={x.shape}, dtype={x.dtype}, numpy={describe_numpy(x)}>"
+
+
+def describe_numpy(x: jax.Array) -> str:
+    """The value of an array, as in ``numpy=…`` of a printed tensor or variable."""
+    if compat.is_tracer(x):
+        return "<traced>"
+    if compat.is_key_array(x):
+        return repr(x)
+    host = np.asarray(x)
+    return repr(host.item()) if host.ndim == 0 else repr(host)

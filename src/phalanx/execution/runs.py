@@ -1,0 +1,43 @@
+"""`Strategy.run` in traced code: which kind of run it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from phalanx.core import lifting
+from phalanx.core.errors import InvalidArgumentError
+from phalanx.core.padding import CannotJoin
+from phalanx.core.showing import shown
+from phalanx.core.structure import leaves
+from phalanx.core.values import PerReplica
+from phalanx.execution.compiled import CompiledRun
+from phalanx.execution.uneven import UnevenRun
+
+if TYPE_CHECKING:
+    from phalanx.core.strategy import Strategy
+
+
+def run_compiled(
+    strategy: Strategy,
+    devices: tuple[jax.Device, ...],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Add a run of `fn` on all replicas to the program that is being traced."""
+    inputs = args, dict(kwargs)
+    uneven = any(isinstance(x, PerReplica) and x.padded is not None for x in leaves(inputs))
+    run = (UnevenRun if uneven else CompiledRun)(strategy, devices, fn, inputs)
+    try:
+        return run.add()
+    except CannotJoin as reason:
+        if lifting.in_program():
+            raise  # px.function can run it eagerly
+        raise InvalidArgumentError(
+            f"Replicas hold different shapes, and {reason}, so jax.jit cannot make one program of the "
+            "step. Use px.function, which can run it eagerly, or call strategy.run outside of jax.jit. "
+            f"Received: {shown(inputs)}"
+        ) from None
