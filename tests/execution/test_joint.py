@@ -126,7 +126,7 @@ def step_of(names: Sequence[str]) -> Callable[[Any], Any]:
     return step
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(programs, sizes)
 def test_padding_never_matters(names: list[str], counts: list[int]) -> None:
     """Whatever is in it: nothing of it comes out, in forward and backward computations."""
@@ -142,7 +142,7 @@ def test_padding_never_matters(names: list[str], counts: list[int]) -> None:
         assert text.count(collective) == single.count(collective)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(programs, st.integers(0, 3))
 def test_the_joint_program_of_equal_shapes_is_the_program(names: list[str], count: int) -> None:
     step, parts = step_of(names), rows([count] * COUNT)
@@ -153,7 +153,7 @@ def test_the_joint_program_of_equal_shapes_is_the_program(names: list[str], coun
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     st.lists(st.sampled_from(["sin", "double", "relu", "mean", "jitted", "remat"]), max_size=4), sizes
 )
@@ -243,6 +243,7 @@ def test_what_cannot_be_joined(step: Callable[..., Any], why: str) -> None:
 shapes = st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple)
 
 
+@settings(max_examples=15)
 @given(st.lists(shapes, min_size=1, max_size=3))
 def test_what_was_filled_in_can_be_cut_out(found: list[tuple[int, ...]]) -> None:
     room = room_for([jax.ShapeDtypeStruct(s, jnp.float32) for s in found])

@@ -255,7 +255,7 @@ def test_both_executors_give_the_same(name: str) -> None:
     check_both(name, [2, 1, 0, 2])
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.sampled_from(sorted(STEPS)), splits)
 def test_however_rows_are_divided(name: str, sizes: list[int]) -> None:
     check_both(name, sizes)
