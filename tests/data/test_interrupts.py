@@ -105,20 +105,22 @@ def test_the_position_tells_whether_an_element_was_delivered(get: Any) -> None:
     rng = random.Random(5)
     with alarms(), iter(D.range(300).batch(2)) as iterator:
         found: list[Any] = []
-        while len(found) < 150:
+        ended = False
+        while not ended:
             state = iterator.state()
             try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-6, 2e-4))
-                while True:
-                    element = get(iterator)
-                    found.append(element.tolist())
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-6, 2e-4))
+                    while True:
+                        element = get(iterator)
+                        found.append(element.tolist())
+                except (StopIteration, px.errors.OutOfRangeError):
+                    ended = True
+                signal.setitimer(signal.ITIMER_REAL, 0)
             except Interrupt:
                 if iterator.state()["index"] > len(found):  # delivered, and lost by the statement above
                     assert iterator.state()["index"] == len(found) + 1
                     iterator.restore({**state, "index": len(found)})
-            except (StopIteration, px.errors.OutOfRangeError):
-                break
-        signal.setitimer(signal.ITIMER_REAL, 0)
         assert found == [[i, i + 1] for i in range(0, 300, 2)]
 
 
