@@ -39,12 +39,12 @@ LARGE_STEPS = """
         state = [jnp.ones((rows, 1024))]
         step = jax.jit(lambda w: strategy.reduce("mean", strategy.run(update, args=(w,)), axis=None))
         run = lambda: state.append(jax.block_until_ready(step(state.pop())))
-    for _ in range(5):
+    for _ in range(8):
         run()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(4):
+    for _ in range(6):
         run()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 6)
 """
 
 

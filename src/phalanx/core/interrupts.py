@@ -180,8 +180,9 @@ class Bell:
 
     def ring(self) -> None:
         """Wake the waiter, or the next one."""
-        with contextlib.suppress(RuntimeError):  # it rings already
-            self._silence.release()
+        if self._silence.locked():
+            with contextlib.suppress(RuntimeError):  # another thread was quicker
+                self._silence.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait for a ring; whether there was one."""

@@ -468,6 +468,7 @@ class Board:
             )
             return self._fail(Failure("deadline", text))
         rows = self.rows(now)
+        late = [seat for seat in late if rows[seat.rank]["quiet"]] or late  # it keeps up the others
         places = [describe_place(seat, rows[seat.rank]) for seat in late]
         what = f" in {message['what']}" if message["what"] else ""
         source = "PHALANX_DEADLINE" + (", or the timeout of the call" if what else "")
