@@ -24,7 +24,7 @@ from phalanx.core.reduction import (
 STRATEGIES = {n: px.MirroredStrategy([f"CPU:{i}" for i in range(n)]) for n in (1, 2, 3, 4)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=4),
     st.sampled_from(["SUM", "MEAN"]),

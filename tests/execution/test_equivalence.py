@@ -142,7 +142,7 @@ def attempt(name: str, program: Any, compiled: bool) -> Any:
         return type(error)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.sampled_from(sorted(STRATEGIES)), programs)
 def test_compiled_equals_eager(name: str, program: Any) -> None:
     eager, compiled = attempt(name, program, False), attempt(name, program, True)
