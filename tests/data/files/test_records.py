@@ -264,7 +264,9 @@ def test_damaged_files_give_a_beginning_of_the_records(
         bounds = frame_bounds(whole, len(records))
         untouched = sum(bound <= where for bound in bounds) - 1
         assert read[:untouched] == records[:untouched]
-    if error is not None:
+    if compression:  # damage may happen to repeat a whole record
+        assert set(read) <= set(records)
+    elif error is not None:
         assert read == records[: len(read)]
 
 
