@@ -23,6 +23,7 @@ from tests.data.interrupting import (
 )
 
 import phalanx as px
+from phalanx.core.callsite import where_is
 from phalanx.data.handover import Elements
 
 D = px.data.Dataset
@@ -65,7 +66,7 @@ def no_thread_is_left() -> Iterator[None]:
     for thread in threading.enumerate():
         if thread.name.startswith(("px-", "phalanx-input")):
             thread.join(30)
-            assert not thread.is_alive()
+            assert not thread.is_alive(), where_is(thread.ident)
 
 
 def check_plan(name: str, kind: type[BaseException], interrupts: int, seed: int) -> None:
