@@ -124,6 +124,14 @@ def test_a_loop_that_is_left_is_an_error(strategy: px.Strategy) -> None:
 
     with pytest.raises(KeyError, match="of the body"):
         failing()
+    @px.function
+    def leaking(x: jax.Array) -> jax.Array:
+        for _ in px.range(4):
+            x = x + 1.0
+        return x
+
+    with pytest.raises(px.errors.ContextError, match=r"Only variables leave such a loop"):
+        leaking(jnp.float32(1.0))
     with pytest.raises(px.errors.InvalidTypeError, match="whole numbers"):
         px.range(1.5)  # type: ignore[arg-type]
     assert float(v) == 0.0

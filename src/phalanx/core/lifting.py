@@ -43,6 +43,8 @@ class Lifting:
         """Whether replicas of other processes take part in it."""
         self.seconds: float | None = None
         """How long one of its collectives may take at most, if one of them says so."""
+        self.loops = False
+        """Whether it has loops over px.range."""
         self.left_early = False
         """Whether one of its loops was left before the end of its body."""
         self._spread: tuple[tuple[Any, ...], str] | None = None  # its devices, and who wants them

@@ -84,6 +84,7 @@ class Range:
 
 def _traced(outer: lifting.Lifting, numbers: builtins.range) -> Iterator[Any]:
     """Trace the body of a loop once, and add the loop to the program."""
+    outer.loops = True
     variables = outer.known()
     before = [without_mesh(as_array(outer.held(v))) for v in variables]
     body = _Body([compat.shape_of(x) for x in before])
@@ -101,8 +102,7 @@ def _traced(outer: lifting.Lifting, numbers: builtins.range) -> Iterator[Any]:
         body.leave()
         if not ended:
             outer.left_early = True  # what the body did is lost; nobody would hear of an error here
-    if any(each.made for each in lifting.enclosing()) or used.made:
-        outer.made += used.made
+    if any(each.made for each in lifting.enclosing()):
         return  # the program will be traced again, with the new variables as inputs
     position = {v: i for i, v in enumerate(variables)}
     written = [position[v] for v in used.written]

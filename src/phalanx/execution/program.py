@@ -250,6 +250,12 @@ class Program:
                     return list(box["used"].made)
                 raise
         used: lifting.Lifting = box["used"]
+        if used.loops and any(compat.is_tracer(x) for x in closed.consts):
+            raise ContextError(
+                f"{name} uses a value after a loop over px.range that its body has computed. "
+                "Only variables leave such a loop: assign the value to a px.Variable in the body and "
+                "read it afterwards, or use px.train.loop, which returns all results."
+            )
         return used.made or Program(closed, variables, used, box["result"], name)
 
     @property
