@@ -124,6 +124,7 @@ def test_a_loop_that_is_left_is_an_error(strategy: px.Strategy) -> None:
 
     with pytest.raises(KeyError, match="of the body"):
         failing()
+
     @px.function
     def leaking(x: jax.Array) -> jax.Array:
         for _ in px.range(4):
