@@ -13,7 +13,7 @@ import pytest
 import phalanx as px
 from phalanx import VariableAggregation as A
 from phalanx import VariableSynchronization as S
-from phalanx.execution import function as function_module
+from phalanx.core import advice
 
 
 def two() -> px.MirroredStrategy:
@@ -299,7 +299,7 @@ def test_plain_jit_takes_pure_steps_of_distributed_pytrees() -> None:
 
 
 def test_unproven_writes_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    function_module._say_once.cache_clear()
+    advice.say_once.cache_clear()
     s = two()
     with s.scope():
         v = px.Variable(0.0)
@@ -437,7 +437,7 @@ def test_captured_distributed_values_are_each_replicas_own() -> None:
 def test_a_compiled_function_inside_an_eager_step_means_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    function_module._say_once.cache_clear()
+    advice.say_once.cache_clear()
     s = two()
     with s.scope():
         local = px.Variable(0.0, synchronization=S.ON_READ, aggregation=A.SUM)
@@ -518,3 +518,11 @@ def test_printing_variables_while_tracing() -> None:
     shown = []
     px.function(lambda: shown.append(repr(v)))()
     assert shown == ["<px.Variable 'v:0' shape=() dtype=float32, numpy=<traced>>"]
+
+
+def test_arrays_that_are_divided_over_devices_stay_divided() -> None:
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    result = px.function(lambda x: x * 2)(jax.device_put(jnp.arange(8.0), divided))
+    assert result.sharding == divided
+    np.testing.assert_array_equal(result + 1, np.arange(8.0) * 2 + 1)

@@ -165,7 +165,7 @@ def test_programs_end_with_their_strategy(
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
     assert repr(step).endswith("0 programs>")
-    assert not step._on_replicas
+    assert all(repr(run).endswith("0 programs>") for run in step._runs.values())
     assert step.trace_count == 2  # what is gone has been traced nevertheless
 
 

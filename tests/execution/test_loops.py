@@ -223,4 +223,15 @@ def test_rounds_with_other_shapes_run_as_python(strategy: px.Strategy, caplog: A
 
     uneven()
     assert float(total) == sum(range(48))
+    assert caplog.text == ""  # each run is a program of its own
+    first, second, third = iter(batches(strategy, 20)), px.Variable(0.0), []
+
+    @px.function
+    def without_runs() -> None:
+        for _ in px.range(3):
+            third.append(next(first))
+            second.assign_add(1.0)
+
+    without_runs()
+    assert float(second) == 3.0
     assert "px.range takes differ in shape" in caplog.text

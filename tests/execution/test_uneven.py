@@ -20,6 +20,7 @@ import phalanx as px
 from phalanx import VariableAggregation as A
 from phalanx import VariableSynchronization as S
 from phalanx.collectives import exchange
+from phalanx.core import advice
 from phalanx.core.padding import Padded
 from phalanx.core.values import replica_mesh, stacked_over
 from phalanx.execution import function as function_module
@@ -57,7 +58,7 @@ def rows(count: int) -> np.ndarray[Any, Any]:
 @contextmanager
 def warnings() -> Iterator[list[str]]:
     """What Phalanx says about functions that run eagerly."""
-    function_module._say_once.cache_clear()
+    advice.say_once.cache_clear()
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -500,14 +501,17 @@ def test_a_function_has_so_many_uneven_programs(
     monkeypatch.setattr(function_module, "_MOST_UNEVEN", 2)
     s = mirrored()
     total = px.function(lambda x: s.run(lambda x: ctx().all_reduce("sum", x.shape[0]), args=(x,)))
-    for sizes in ([1, 0, 0, 0], [2, 0, 0, 0], [3, 0, 0, 0], [1, 0, 0, 0], [3, 0, 0, 0], [1, 1, 1, 1]):
-        assert int(total(parts_of(s, rows(sum(sizes)), sizes)).values[0]) == sum(sizes)
-    assert len(reasons) == 1
-    assert "there are 2 programs for other such batches" in reasons[0]
+    for first in (1, 2, 3, 4, 5, 1, 3, 5):  # two in each of the function and its run
+        x = parts_of(s, rows(first), [first, 0, 0, 0])
+        assert int(total(x).values[0]) == first
+    assert int(total(parts_of(s, rows(4), [1, 1, 1, 1])).values[0]) == 4
+    retraced, eager = reasons
+    assert "was traced 5 times" in retraced
+    assert "there are 2 programs for other such batches" in eager
     monkeypatch.setattr(uneven_module, "_MOST_PROGRAMS", 3)
     other = px.function(lambda x: s.run(jnp.sum, args=(x,)))
     other(parts_of(s, rows(6), [3, 2, 1, 0]))
-    assert "there are 4 of them, more than 3" in reasons[1]
+    assert "there are 4 of them, more than 3" in reasons[2]
 
 
 def test_errors_of_the_step_are_those_of_the_eager_executor(reasons: list[str]) -> None:

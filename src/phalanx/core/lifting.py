@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -43,6 +44,8 @@ class Lifting:
         """Whether replicas of other processes take part in it."""
         self.seconds: float | None = None
         """How long one of its collectives may take at most, if one of them says so."""
+        self.runs: Counter[str] = Counter()
+        """How often it runs each step on replicas."""
         self.loops = False
         """Whether it has loops over px.range."""
         self.left_early = False
@@ -186,12 +189,17 @@ def current() -> Lifting | None:
     return _current.stack[-1] if _current.stack else None
 
 
-def in_program() -> bool:
-    """Whether this thread is tracing a program; differentiating eagerly is not tracing."""
+def program() -> Lifting | None:
+    """The program that this thread is tracing; differentiating eagerly is not tracing."""
     found = current()
     while isinstance(found, Substitution):
         found = found.parent
-    return found is not None
+    return found
+
+
+def in_program() -> bool:
+    """Whether this thread is tracing a program."""
+    return program() is not None
 
 
 def enclosing() -> list[Lifting]:

@@ -25,11 +25,13 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class NeedsElement(BaseException):
     """A function that is being traced asked an iterator for an element that was not taken yet."""
 
-    def __init__(self, iterator: Any, method: str, rounds: int) -> None:
+    def __init__(self, iterator: Any, method: str, rounds: int, may_end: bool) -> None:
         super().__init__(iterator, method, rounds)
         self.iterator, self.method = iterator, method
         self.rounds = rounds
         """How many elements it needs, as it asked in a loop."""
+        self.may_end = may_end
+        """Whether fewer will do, if the iterator has no more."""
 
 
 class Rounds:
@@ -60,6 +62,7 @@ class _Current(threading.local):
     feed: _Feed | None = None
     rounds = 1  # how often the loops that are being traced run together
     index: Any = 0  # the number of the present round
+    may_end = False  # whether they have fewer rounds if an iterator ends
 
 
 _current = _Current()
@@ -93,30 +96,32 @@ class looping:  # noqa: N801 - reads as a statement
     Args:
         rounds: how many rounds the loop has.
         index: which of them it is.
+        may_end: whether it has fewer if an iterator ends.
     """
 
-    __slots__ = ("_index", "_outer", "_rounds")
+    __slots__ = ("_index", "_may_end", "_outer", "_rounds")
 
-    def __init__(self, rounds: int, index: Any) -> None:
-        self._rounds, self._index = rounds, index
+    def __init__(self, rounds: int, index: Any, may_end: bool) -> None:
+        self._rounds, self._index, self._may_end = rounds, index, may_end
 
     def __enter__(self) -> None:
-        self._outer = _current.rounds, _current.index
+        self._outer = _current.rounds, _current.index, _current.may_end
+        _current.may_end |= self._may_end
         _current.index = _current.index * self._rounds + self._index
         _current.rounds *= self._rounds
 
     def __exit__(self, *error: object) -> None:
-        _current.rounds, _current.index = self._outer
+        _current.rounds, _current.index, _current.may_end = self._outer
 
 
 def feed() -> Any:
     """What this thread's iterators give, for `back_to`."""
-    return _current.feed, _current.rounds, _current.index
+    return _current.feed, _current.rounds, _current.index, _current.may_end
 
 
 def back_to(feed: Any) -> None:
     """Let this thread's iterators give what they gave before."""
-    _current.feed, _current.rounds, _current.index = feed
+    _current.feed, _current.rounds, _current.index, _current.may_end = feed
 
 
 def gives_elements(method: Method) -> Method:
@@ -137,7 +142,7 @@ def gives_elements(method: Method) -> Method:
                 "strategy.run(fn, args=(next(iterator),))."
             )
         if not feed.elements:
-            raise NeedsElement(self, method.__name__, _current.rounds)
+            raise NeedsElement(self, method.__name__, _current.rounds, _current.may_end)
         iterator, element = feed.elements[0]
         if iterator is not self:
             raise ContextError(

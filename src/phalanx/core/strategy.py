@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from phalanx.core import compat
+from phalanx.core import advice, compat, stepwise
 from phalanx.core import context as ctx
 from phalanx.core.calls import check_call
 from phalanx.core.devices import short_name
@@ -117,9 +117,14 @@ class Strategy(StaysHere):
         if options is not None and not isinstance(options, RunOptions):
             raise InvalidTypeError(f"options must be px.RunOptions or None. Received: {shown(options)}")
         ctx.require_cross_replica_or_default(self, "Strategy.run")
-        compiled = getattr(fn, "run_on_replicas", None)
-        if compiled is not None and not compat.is_transformation(compat.current_trace()):
-            return compiled(self, args, kwargs)
+        if not compat.is_transformation(compat.current_trace()):
+            compiled = getattr(fn, "run_on_replicas", None)
+            if compiled is not None:
+                return compiled(self, args, kwargs)
+            run = stepwise.current()
+            if run is not None:
+                return run(self, fn, args, kwargs)
+        advice.count_run(fn)
         with ctx.entered(self, "Strategy.run"):
             return self._extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
 

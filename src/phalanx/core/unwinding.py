@@ -25,11 +25,13 @@ def leaving_nothing(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     depths = ctx.depth(), lifting.depth(), pulls.feed()
     try:
         return fn(*args, **kwargs)
-    except BaseException:
+    except BaseException as error:
         with uninterrupted():
             ctx.back_to(depths[0])
             lifting.back_to(depths[1])
             pulls.back_to(depths[2])
             if jax.config.jax_default_device is not device:  # type: ignore[attr-defined]
                 jax.default_device(device).__enter__()
+        if isinstance(error, SystemError) and isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None  # it came inside of code in C that calls Python
         raise

@@ -8,35 +8,40 @@ writes them back.
 from __future__ import annotations
 
 import functools
-import inspect
-import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core import compat, pulls, transactions
+from phalanx.core import compat, pulls, stepwise, transactions
 from phalanx.core import context as ctx
+from phalanx.core.advice import say_once
 from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.core.padding import CannotJoin
 from phalanx.core.showing import shown
-from phalanx.core.structure import leaves
-from phalanx.core.tensor_spec import TensorSpec
 from phalanx.core.turns import Turn, Turns
 from phalanx.core.unwinding import leaving_nothing
 from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
-from phalanx.execution.lifetimes import Table
-from phalanx.execution.program import Call, Program
-from phalanx.execution.taking import Source, Taken, give_back
+from phalanx.execution.captures import Captured
+from phalanx.execution.lifetimes import Table, Whole
+from phalanx.execution.program import Call, Program, Stacked
+from phalanx.execution.reasons import (
+    ENDED,
+    IN_EAGER_STEP,
+    LOOPS,
+    NO_ARRAYS,
+    ROUNDS,
+    Reason,
+    cannot_join,
+)
+from phalanx.execution.retracing import ChangingNumbers, TraceWatch
+from phalanx.execution.signatures import fitted
+from phalanx.execution.taking import Ended, Source, Taken, give_back
 from phalanx.execution.variance import differing_marks
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
 
-_log = logging.getLogger("phalanx")
-_LOOPS = "it loops over a dataset or an iterator"
-_ROUNDS = "the elements that a loop over px.range takes differ in shape"
 _MOST_UNEVEN = 16
 """How many programs for uneven batches one function may have: each takes its time to compile."""
 _FED = object()  # the first argument of calls to which elements of iterators were added
@@ -49,14 +54,23 @@ class _Found:
     program: Program | None = None
     arrays: list[Any] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)  # so that they last as long as the run
-    why: str = ""
+    reason: Reason | None = None
 
 
 class Function:
-    """What `px.function` returns; see there."""
+    """What `px.function` returns; see there.
+
+    Args:
+        python_function: what it makes programs of.
+        input_signature: see there.
+        is_run: whether it is no more than a call of `Strategy.run`.
+    """
 
     def __init__(
-        self, python_function: Callable[..., Any], input_signature: Sequence[Any] | None = None
+        self,
+        python_function: Callable[..., Any],
+        input_signature: Sequence[Any] | None = None,
+        is_run: bool = False,
     ) -> None:
         if not callable(python_function):
             raise InvalidTypeError(f"px.function needs a callable. Received: {shown(python_function)}")
@@ -64,13 +78,17 @@ class Function:
         self.__name__: str = getattr(python_function, "__name__", repr(python_function))
         self.python_function = python_function
         self.input_signature = None if input_signature is None else tuple(input_signature)
-        self._programs: Table[Program | str] = Table()
+        self._is_run = is_run
+        self._programs: Table[Program | Reason] = Table()
         self._tracing = Turns(f"trace {self.__name__}")
         self._sources: Table[tuple[Source, ...]] = Table()
         self.unbound: Function | None = None
-        self._on_replicas: weakref.WeakKeyDictionary[Strategy, Function] = weakref.WeakKeyDictionary()
+        self._runs: dict[str, Function] = {}
         self._traces = [0]  # shared with the functions that run it on replicas
         self._made_variables = False
+        self._numbers = ChangingNumbers()
+        self._watch = TraceWatch()
+        self._calls = 0
         self._uneven_count = 0  # never falls, so that all workers count alike
 
     # -- calling -------------------------------------------------------------------------------
@@ -87,10 +105,13 @@ class Function:
             return self.python_function(*args, **kwargs)  # part of a larger program, or of a gradient
         replica = ctx.active_replica()
         if replica is not None and replica.num_replicas_in_sync > 1:
-            self._say_eager(
-                "it was called from a step that runs eagerly", "Put px.function around strategy.run"
-            )
+            self._say_eager(IN_EAGER_STEP)
             return self.python_function(*args, **kwargs)
+        self._calls += 1
+        if self.input_signature is not None:
+            args, kwargs = fitted(
+                self.python_function, self.__name__, self.input_signature, args, kwargs
+            )
         call = Call.of(args, kwargs)
         known = None if call is None else self._programs.get(call.key)
         if call is not None and isinstance(known, Program) and known.leaves_nothing:  # mostly
@@ -112,37 +133,69 @@ class Function:
             found = self._find(call, taken, args, kwargs)
             if found.program is not None:
                 return found.program.run(found.variables, found.arrays, taken.use)
+            assert found.reason is not None
             with taken.given():
-                if found.why == _LOOPS:  # each step in it counts by itself
-                    return self.python_function(*args, **kwargs)
-                return transactions.atomically(self._run_eagerly, taken, args, kwargs)
+                return self._run_as_python(found.reason, taken, args, kwargs)
         except BaseException as error:
             # A step that fails has had its input. One that was interrupted gets it once more.
             if not isinstance(error, Exception):
                 taken.give_back()
             raise
 
-    def _run_eagerly(self, taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_as_python(
+        self, reason: Reason, taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the Python function. Each `Strategy.run` in it is compiled by itself, if it can be."""
+        if self._is_run:
+            self._say_eager(reason)
+            return transactions.atomically(self._call_python, None, taken, args, kwargs)
+        compiled = []
+
+        def run(strategy: Strategy, fn: Any, args: Sequence[Any], kwargs: Any) -> Any:
+            compiled.append(fn)
+            return self._run_step(strategy, Captured(fn), args, kwargs)
+
+        try:
+            if reason is LOOPS:  # each step in it counts by itself
+                return stepwise.running_steps(run, self.python_function, *args, **kwargs)
+            return transactions.atomically(self._call_python, run, taken, args, kwargs)
+        finally:
+            if not compiled:
+                self._say_eager(reason)
+
+    def _call_python(
+        self,
+        run: stepwise.RunsSteps | None,
+        taken: Taken,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         step = transactions.current()
         if step is not None:
             step.when_committed(taken.use)
-        return self.python_function(*args, **kwargs)
+        return stepwise.running_steps(run, self.python_function, *args, **kwargs)
 
     def run_on_replicas(
         self, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
         """`strategy.run` of a compiled function: the run is what gets compiled."""
-        known = self._on_replicas.get(strategy)
+        return self._run_step(strategy, Whole(self.python_function), args, kwargs)
+
+    def _run_step(
+        self,
+        strategy: Strategy,
+        step: Captured | Whole,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+    ) -> Any:
+        """Run a step on all replicas, as a program of its own."""
+        name: str = getattr(step.x, "__name__", type(step.x).__name__)
+        known = self._runs.get(name)
         if known is None:
-            python_function, owner = self.python_function, weakref.proxy(strategy)
-
-            def run(args: Any, kwargs: Any) -> Any:
-                return owner.run(python_function, args=args, kwargs=kwargs)
-
-            run.__name__ = self.__name__
-            known = self._on_replicas[strategy] = Function(run)
+            known = self._runs[name] = Function(_run, is_run=True)
+            known.__name__ = name
             known._traces = self._traces
-        return known(tuple(args), dict(kwargs or {}))
+        return known(strategy, step, tuple(args), dict(kwargs or {}))
 
     def _find(
         self, call: Call | None, taken: Taken, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -152,7 +205,7 @@ class Function:
         The caller must give back what was taken, if it is interrupted before it has used it.
         """
         if call is None:
-            return self._not_arrays()
+            return _Found(reason=NO_ARRAYS)
         turn = Turn(self._tracing)
         try:
             return self._find_in_turn(call, args, kwargs, taken, turn)
@@ -167,25 +220,35 @@ class Function:
     ) -> _Found:
         sources = self._sources.get(call.key) or ()
         while True:
-            taken.take(sources)
+            try:
+                taken.take(sources)
+            except Ended:
+                taken.give_back()
+                return _Found(reason=ENDED)
             elements = taken.fed()
             if elements is None:
-                self._say_eager(_ROUNDS, "Use batches of one size, as with drop_remainder=True")
-                return _Found(why=_ROUNDS)
+                return _Found(reason=ROUNDS)
             fed = Call.of((_FED, elements, args), kwargs) if sources else call
             if fed is None:
-                return self._not_arrays()
+                return _Found(reason=NO_ARRAYS)
             known = self._programs.get(fed.key)
+            as_constants = fed
+            if known is None:
+                fed = self._numbers.as_inputs(fed) or fed
+                known = self._programs.get(fed.key)
             variables = known.variables() if isinstance(known, Program) else []
             if known is None or variables is None:
                 if not turn.taken:
                     turn.take()  # one thread traces; perhaps another has just done it
                     continue
-                if self.input_signature is not None:
-                    self._check_signature(args, kwargs)
                 alive = live_variables()
                 try:
                     known = self._trace(fed, taken)
+                except Exception:
+                    if fed is as_constants:
+                        raise
+                    self._numbers.must_be_known(as_constants)
+                    continue
                 except pulls.NeedsElement as need:
                     self._traces[0] -= 1
                     sources = (*sources, taken.source_of(need))
@@ -194,19 +257,17 @@ class Function:
                     continue
                 variables = (known.variables() or []) if isinstance(known, Program) else []
                 del alive
+                self._watch.note(
+                    self.__name__, self._calls, self.python_function, (elements, args, kwargs)
+                )
                 self._programs.put(fed.key, known, [*fed.needs, *variables])
-            if isinstance(known, str):
-                return _Found(why=known)
+            if isinstance(known, Reason):
+                return _Found(reason=known)
             return _Found(known, fed.arrays, variables)
-
-    def _not_arrays(self) -> _Found:
-        why = "replicas hold arrays of different ranks or dtypes, or values that are no arrays"
-        self._say_eager(why, "Give them JAX arrays that differ in size only")
-        return _Found(why=why)
 
     def run_steps(
         self, elements: Sequence[tuple[Any, ...]], then: Callable[[], None]
-    ) -> Callable[[int], Any] | None:
+    ) -> Stacked | None:
         """Run one step per element as a single program; None if they need different programs.
 
         Args:
@@ -221,7 +282,7 @@ class Function:
 
     def _run_found(
         self, elements: Sequence[tuple[Any, ...]], taken: list[Taken], then: Callable[[], None]
-    ) -> Callable[[int], Any] | None:
+    ) -> Stacked | None:
         def use() -> None:
             then()
             for each in taken:
@@ -240,10 +301,10 @@ class Function:
         columns = zip(*(f.arrays for f in found), strict=True)
         return program.run_loop(found[0].variables, [list(column) for column in columns], use)
 
-    def _trace(self, call: Call, taken: Taken) -> Program | str:
+    def _trace(self, call: Call, taken: Taken) -> Program | Reason:
         if call.is_uneven:
             if self._uneven_count == _MOST_UNEVEN:
-                return self._cannot_join(f"there are {_MOST_UNEVEN} programs for other such batches")
+                return cannot_join(f"there are {_MOST_UNEVEN} programs for other such batches")
             self._uneven_count += 1
         program = self._try_to_trace(call, taken)
         if isinstance(program, list):
@@ -253,13 +314,11 @@ class Function:
             program = self._try_to_trace(call, taken)
             if isinstance(program, list):
                 raise self._makes_variables("on every call", program)
-        if isinstance(program, str):
+        if isinstance(program, Reason):
             return program
         marks, hazards = differing_marks(program.jaxpr)
         if hazards and call.is_uneven:
-            return self._cannot_join(
-                f"they communicate inside {hazards[0]} that may differ between them"
-            )
+            return cannot_join(f"they communicate inside {hazards[0]} that may differ between them")
         if hazards:
             raise InvalidValueError(
                 f"{self.__name__} communicates inside {hazards[0]} whose condition may differ between "
@@ -267,30 +326,25 @@ class Function:
                 "the condition the same on all replicas, as with all_reduce."
             )
         if marks:
-            why = f"replicas may write different values: {', '.join(marks)}"
-            self._say_eager(why, "Give the variable an aggregation, or all_reduce the value first")
-            return why
+            return Reason(
+                f"replicas may write different values: {', '.join(marks)}",
+                "Give the variable an aggregation, or all_reduce the value first",
+            )
         return program
 
-    def _try_to_trace(self, call: Call, taken: Taken) -> Program | list[Variable] | str:
+    def _try_to_trace(self, call: Call, taken: Taken) -> Program | list[Variable] | Reason:
         try:
             return self._trace_once(call, taken)
         except pulls.LoopsOverInput:
-            self._say_eager(_LOOPS, "Compile the step inside of the loop, or use px.train.loop")
-            return _LOOPS
+            return LOOPS
         except CannotJoin as reason:
-            return self._cannot_join(str(reason))
+            return cannot_join(str(reason))
         except Exception as error:
             if not call.is_uneven:
                 raise
             # What cannot be traced may run eagerly. If not, the error there says on which replica.
             first_line = (str(error).splitlines() or [""])[0][:200]
-            return self._cannot_join(f"tracing failed with {type(error).__name__}: {first_line}")
-
-    def _cannot_join(self, reason: str) -> str:
-        why = f"replicas hold different shapes, and {reason}"
-        self._say_eager(why, "Use batches that divide evenly, as with drop_remainder=True")
-        return why
+            return cannot_join(f"tracing failed with {type(error).__name__}: {first_line}")
 
     def _trace_once(self, call: Call, taken: Taken) -> Program | list[Variable]:
         self._traces[0] += 1
@@ -309,31 +363,11 @@ class Function:
             f"Received: new variables {[v.name for v in made]}"
         )
 
-    def _say_eager(self, why: str, remedy: str) -> None:
-        _say_once(
+    def _say_eager(self, reason: Reason) -> None:
+        say_once(
             f"{self.__name__} runs eagerly for these arguments, one replica after the other, because "
-            f"{why}. {remedy}."
+            f"{reason.why}. {reason.remedy}."
         )
-
-    def _check_signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self.input_signature is not None
-        try:
-            bound = inspect.signature(self.python_function).bind(*args, **kwargs)
-        except TypeError as error:
-            raise InvalidTypeError(str(error)) from None
-        given = list(bound.arguments.values())
-        if len(given) != len(self.input_signature):
-            raise InvalidTypeError(
-                f"{self.__name__} has an input_signature of {len(self.input_signature)} arguments. "
-                f"Received: {len(given)} arguments"
-            )
-        for spec_nest, nest in zip(self.input_signature, given, strict=True):
-            for spec, x in zip(leaves(spec_nest), leaves(nest), strict=True):
-                if isinstance(spec, TensorSpec) and not spec.accepts(x):
-                    raise InvalidTypeError(
-                        f"An argument of {self.__name__} does not fit its input_signature {spec}. "
-                        f"Received: {shown(x)}"
-                    )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Function:
         """Bind a method: each instance has programs of its own, because it has variables of its own."""
@@ -368,8 +402,10 @@ class Function:
         finally:
             taken.give_back()
         if found.program is None:
-            why = found.why
-            raise ContextError(f"{self.__name__} has no program for these arguments, because {why}")
+            assert found.reason is not None
+            raise ContextError(
+                f"{self.__name__} has no program for these arguments, because {found.reason.why}"
+            )
         return found.program.lower(found.variables, found.arrays)
 
     def cost(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -419,6 +455,7 @@ def _nothing() -> None:
     pass
 
 
-@functools.lru_cache(maxsize=1000)  # names of functions may differ without end
-def _say_once(text: str) -> None:
-    _log.warning("%s", text)
+def _run(
+    strategy: Strategy, step: Captured | Whole, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return strategy.run(step.x, args=args, kwargs=kwargs)

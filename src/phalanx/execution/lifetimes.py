@@ -33,16 +33,30 @@ class Identity(weakref.ref[Any]):
 class KeptIdentity:
     """The same for objects that cannot be referred to without keeping them alive."""
 
-    __slots__ = ("_x",)
+    __slots__ = ("x",)
 
     def __init__(self, x: Any) -> None:
-        self._x = x
+        self.x = x
 
     def __hash__(self) -> int:
-        return id(self._x)
+        return id(self.x)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, KeptIdentity) and self._x is other._x
+        return isinstance(other, KeptIdentity) and self.x is other.x
+
+
+class Whole:
+    """An argument that is taken as it is, also if it is a container or says that it equals another."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def identity(x: Any) -> Identity | KeptIdentity:
+    """A part of a key that stands for an object, and keeps it alive only if it must."""
+    return Identity(x) if may_end(x) else KeptIdentity(x)
 
 
 def may_end(x: Any) -> bool:

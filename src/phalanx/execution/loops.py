@@ -27,7 +27,7 @@ from phalanx.core.arrays import without_mesh
 from phalanx.core.errors import InvalidTypeError
 from phalanx.core.interrupts import start
 from phalanx.core.showing import shown
-from phalanx.execution.program import as_held
+from phalanx.execution.program import Result, Stacked, as_held
 from phalanx.execution.running import as_array
 
 __all__ = ["Range"]
@@ -82,7 +82,42 @@ class Range:
         return _traced(outer, self._numbers)
 
 
-def _traced(outer: lifting.Lifting, numbers: builtins.range) -> Iterator[Any]:
+def traced_steps(step: Callable[[], Any], count: int) -> Stacked:
+    """Add a loop to the program that is being traced, and keep what each of its rounds returns.
+
+    There may be fewer rounds if iterators end: then the function runs as Python.
+
+    Args:
+        step: the body.
+        count: how often to run it, at least twice.
+
+    Returns:
+        The arrays of all rounds, stacked, and what makes the result of a round of its arrays.
+    """
+    outer = lifting.program()
+    assert outer is not None
+    collected = _Collected()
+    for _ in _traced(outer, builtins.range(count), collected):
+        collected.result = Result(step())
+    assert collected.result is not None
+    return collected.stacked, collected.result.rebuild
+
+
+class _Collected:
+    """What the rounds of a loop return."""
+
+    def __init__(self) -> None:
+        self.result: Result | None = None
+        self.stacked: list[Any] = []
+
+    @property
+    def arrays(self) -> list[Any]:
+        return [] if self.result is None else self.result.arrays
+
+
+def _traced(
+    outer: lifting.Lifting, numbers: builtins.range, collected: _Collected | None = None
+) -> Iterator[Any]:
     """Trace the body of a loop once, and add the loop to the program."""
     outer.loops = True
     variables = outer.known()
@@ -93,20 +128,27 @@ def _traced(outer: lifting.Lifting, numbers: builtins.range) -> Iterator[Any]:
         with compat.under_trace(body.trace):
             held = {v: as_held(v, x) for v, x in zip(variables, body.arrays, strict=True)}
             used = lifting.Lifting(held)
-            with lifting.lifted(used), pulls.looping(len(numbers), _round(numbers, body.index)):
+            round_ = _round(numbers, body.index)
+            with lifting.lifted(used), pulls.looping(len(numbers), round_, collected is not None):
                 yield body.index
             ended = True
             outputs = [as_array(x) for x in used.written.values()]
-        closed = body.end(outputs)
+            results = collected.arrays if collected is not None else []
+        closed = body.end([*outputs, *results])
     finally:
         body.leave()
         if not ended:
             outer.left_early = True  # what the body did is lost; nobody would hear of an error here
     if any(each.made for each in lifting.enclosing()):
+        if collected is not None:
+            shapes = [(len(numbers), *x.shape) for x in results]
+            collected.stacked = [jnp.zeros(s, x.dtype) for s, x in zip(shapes, results, strict=True)]
         return  # the program will be traced again, with the new variables as inputs
     position = {v: i for i, v in enumerate(variables)}
     written = [position[v] for v in used.written]
-    after = _scan(closed, before, written, numbers)
+    after, stacked = _scan(closed, before, written, numbers)
+    if collected is not None:
+        collected.stacked = stacked
     for v, x in zip(used.written, after, strict=True):
         outer.set(v, as_held(v, x))
     _join(outer, used, len(numbers))
@@ -119,20 +161,24 @@ def _round(numbers: builtins.range, number: Any) -> Any:
 
 def _scan(
     closed: Any, before: Sequence[Any], written: Sequence[int], numbers: builtins.range
-) -> list[Any]:
-    """Run a body, which gives the new values of some of its inputs, once for each number."""
+) -> tuple[list[Any], list[Any]]:
+    """Run a body once for each number.
+
+    It gives the new values of some of its inputs, and then its results; those are stacked.
+    """
     pruned, needed = compat.without_unused(closed)
 
-    def round_(carry: list[Any], number: Any) -> tuple[list[Any], None]:
+    def round_(carry: list[Any], number: Any) -> tuple[list[Any], list[Any]]:
         inputs = [number, *before]
         for i, x in zip(written, carry, strict=True):
             inputs[1 + i] = x
         given = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
-        return compat.eval_jaxpr(pruned, given), None
+        outputs = compat.eval_jaxpr(pruned, given)
+        return outputs[: len(written)], outputs[len(written) :]
 
     sequence = jnp.arange(numbers.start, numbers.stop, numbers.step, dtype=jnp.int32)
-    after, _ = jax.lax.scan(round_, [before[i] for i in written], sequence)
-    return after
+    after, stacked = jax.lax.scan(round_, [before[i] for i in written], sequence)
+    return after, stacked
 
 
 def _join(outer: lifting.Lifting, used: lifting.Lifting, count: int) -> None:

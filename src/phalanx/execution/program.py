@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
-from phalanx.execution.lifetimes import Identity, KeptIdentity, may_end
+from phalanx.execution.lifetimes import Identity, Whole, identity
 from phalanx.execution.meetings import Meeting
 from phalanx.execution.running import Runner, as_array, deleted
 from phalanx.execution.staging import explained
@@ -61,7 +61,7 @@ class Call:
                     raise deleted("An argument of a compiled function", x)
                 arrays.append(compat.movable(x))
                 constants.append(None)
-                parts.append((x.shape, x.dtype, getattr(x, "weak_type", False)))
+                parts.append(_array_key(x))
             elif isinstance(x, PerReplica):
                 if x.padded is None:
                     return None
@@ -83,6 +83,26 @@ class Call:
         """The objects without which this call cannot come again."""
         _, parts, (strategy, *_) = self.key
         return [part() for part in (strategy, *parts) if isinstance(part, Identity)]
+
+    def key_without(self, places: Collection[int]) -> Any:
+        """The key without the values of some constants."""
+        treedef, parts, where = self.key
+        types = {i: constant and type(constant.value) for i, constant in enumerate(self.constants)}
+        return treedef, tuple(types[i] if i in places else x for i, x in enumerate(parts)), where
+
+    def with_arrays(self, new: Mapping[int, jax.Array]) -> Call:
+        """The call with arrays in place of some constants."""
+        treedef, parts, where = self.key
+        parts, constants, arrays = list(parts), list(self.constants), []
+        remaining = iter(self.arrays)
+        for i, constant in enumerate(self.constants):
+            if i in new:
+                x = compat.movable(new[i])
+                arrays.append(x)
+                constants[i], parts[i] = None, _array_key(x)
+            elif constant is None or constant.is_array:
+                arrays.append(next(remaining))
+        return Call((treedef, tuple(parts), where), treedef, tuple(constants), arrays, self.is_uneven)
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments again, with other arrays."""
@@ -121,6 +141,10 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array)
 
 
+def _array_key(x: Any) -> Any:
+    return x.shape, x.dtype, getattr(x, "weak_type", False)
+
+
 def _is_ragged(x: Any) -> bool:
     return isinstance(x, PerReplica) and x.array is None
 
@@ -128,6 +152,8 @@ def _is_ragged(x: Any) -> bool:
 def _constant_key(x: Any) -> Any:
     if pulls.is_input(x):
         return type(x)  # each call takes elements from its own iterator
+    if isinstance(x, Whole):
+        return identity(x.x)
     equality: Any = type(x).__eq__
     if equality is not object.__eq__ and not isinstance(x, Variable):
         try:
@@ -136,7 +162,7 @@ def _constant_key(x: Any) -> Any:
             pass
         else:
             return (type(x), x)
-    return Identity(x) if may_end(x) else KeptIdentity(x)
+    return identity(x)
 
 
 # -- one program -----------------------------------------------------------------------------------
@@ -275,12 +301,12 @@ class Program:
 
     def run_loop(
         self, variables: list[Variable], columns: list[list[Any]], then: Callable[[], None]
-    ) -> Callable[[int], Any]:
-        """Run the program once per element of each column; gives a function from step to result."""
+    ) -> Stacked:
+        """Run the program once per element of each column."""
         stacked = [jnp.stack(column) for column in columns]
         steps = len(columns[0]) if columns else 1
         outputs = self._run(self._loop, variables, stacked, steps, then)
-        return lambda step: self._result.rebuild([x[step] for x in outputs])
+        return outputs, self._result.rebuild
 
     def _run(
         self,
@@ -326,6 +352,10 @@ class Program:
         """The lowered program."""
         values = ([as_array(v._held()) for v in some] for some in self._used(variables))
         return self._step.overwriting.lower(*values, arrays)
+
+
+Stacked = tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]
+"""The arrays that the steps of a loop returned, stacked, and what makes a result of those of a step."""
 
 
 class Result:
@@ -412,18 +442,29 @@ def _unpadding(shapes: tuple[Shape, ...]) -> Callable[[jax.Array], Any]:
 class _Plain:
     """Makes results that belong to no replica: arrays that follow the computation."""
 
-    __slots__ = ("_device", "_is_one_piece", "_sharding")
+    __slots__ = ("_device", "_sharding", "_take")
 
     def __init__(self, device: jax.Device | None = None) -> None:
         self._device = device
         self._sharding: Any = None  # of the last array: asking for its devices takes long
-        self._is_one_piece = True
+        self._take: Callable[[jax.Array], jax.Array] = compat.uncommitted
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if x.sharding is not self._sharding:
-            self._is_one_piece = len(x.devices()) == 1 or not x.is_fully_replicated
+            self._take = self._way(x)
             self._sharding = x.sharding
-        return compat.uncommitted(x) if self._is_one_piece else compat.one_piece(x, self._device)
+        return self._take(x)
+
+    def _way(self, x: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        if len(x.devices()) == 1:
+            return compat.uncommitted
+        device = self._device
+        return (lambda x: compat.one_piece(x, device)) if x.is_fully_replicated else _as_it_is
+
+
+def _as_it_is(x: jax.Array) -> jax.Array:
+    """An array that is divided over devices stays there."""
+    return x
 
 
 def _shape_of(variable: Variable) -> jax.ShapeDtypeStruct:

@@ -25,6 +25,11 @@ class Source:
     argument: int | None = None
     captured: weakref.ref[Any] | None = None
     rounds: int = 1  # of the loop that takes one in each round
+    may_end: bool = False  # whether the loop has fewer if there are no more
+
+
+class Ended(Exception):
+    """An iterator has fewer elements than a loop has rounds, which then has fewer."""
 
 
 class Taken:
@@ -51,8 +56,13 @@ class Taken:
             else:
                 assert source.argument is not None
                 iterator = self._constants[source.argument].value
-            for _ in range(source.rounds):
-                self.take_one(iterator, source.method)
+            try:
+                for _ in range(source.rounds):
+                    self.take_one(iterator, source.method)
+            except StopIteration:
+                if source.may_end:
+                    raise Ended from None
+                raise
             self._sources.append(source)
 
     def fed(self) -> list[Any] | None:
@@ -95,8 +105,8 @@ class Taken:
         """How to find the iterator of a missing element again, in later calls too."""
         for i, constant in enumerate(self._constants):
             if constant is not None and constant.value is need.iterator:
-                return Source(need.method, argument=i, rounds=need.rounds)
-        return Source(need.method, captured=weakref.ref(need.iterator), rounds=need.rounds)
+                return Source(need.method, i, None, need.rounds, need.may_end)
+        return Source(need.method, None, weakref.ref(need.iterator), need.rounds, need.may_end)
 
     def given(self) -> AbstractContextManager[None]:
         """Let the iterators give what was taken."""

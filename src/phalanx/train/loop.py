@@ -6,18 +6,44 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
-from phalanx.core import pulls
+import jax
+
+from phalanx.core import lifting, pulls
 from phalanx.core.errors import InvalidTypeError, InvalidValueError
 from phalanx.core.showing import shown
 from phalanx.execution.function import Function
+from phalanx.execution.loops import traced_steps
 from phalanx.execution.taking import Taken, give_back
 
 
+@jax.tree_util.register_pytree_node_class
 class LoopResults(Sequence[Any]):
-    """What each step of a loop returned; results are cut out when they are asked for."""
+    """What each step of a loop returned; results are cut out when they are asked for.
 
-    def __init__(self, count: int, result: Callable[[int], Any]) -> None:
-        self._count, self._result = count, result
+    Args:
+        count: how many steps there were.
+        parts: what they returned, or the arrays in that, each with the steps as its first dimension.
+        rebuild: makes what a step returned of its arrays; None if `parts` has it.
+    """
+
+    def __init__(
+        self, count: int, parts: Sequence[Any], rebuild: Callable[[list[Any]], Any] | None = None
+    ) -> None:
+        self._count, self._parts, self._rebuild = count, parts, rebuild
+
+    def _result(self, step: int) -> Any:
+        if self._rebuild is None:
+            return self._parts[step]
+        return self._rebuild([x[step] for x in self._parts])
+
+    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
+        """What is in it, and how it is read."""
+        return tuple(self._parts), (self._count, self._rebuild)
+
+    @classmethod
+    def tree_unflatten(cls, form: Any, parts: Sequence[Any]) -> LoopResults:
+        """The same with other arrays."""
+        return cls(form[0], parts, form[1])
 
     def __len__(self) -> int:
         return self._count
@@ -72,6 +98,8 @@ def loop(step: Function, iterator: Iterator[Any], steps: int) -> LoopResults:
         raise InvalidTypeError(
             f"loop takes elements from an iterator, such as iter(dataset). Received: {shown(iterator)}"
         )
+    if lifting.in_program() and pulls.is_input(iterator) and steps > 1:
+        return LoopResults(steps, *traced_steps(lambda: step(*_arguments(next(iterator))), steps))
     taken = _Elements(iterator)
     try:
         return _run(step, taken, steps)
@@ -82,14 +110,18 @@ def loop(step: Function, iterator: Iterator[Any], steps: int) -> LoopResults:
 
 
 def _run(step: Function, taken: _Elements, steps: int) -> LoopResults:
-    elements = [x if isinstance(x, tuple) else (x,) for x in taken.take(steps)]
+    elements = [_arguments(x) for x in taken.take(steps)]
     if not elements:
-        return LoopResults(0, lambda _: None)
-    result = step.run_steps(elements, taken.use_all)
-    if result is None:
+        return LoopResults(0, [])
+    stacked = step.run_steps(elements, taken.use_all)
+    if stacked is None:
         results = [step.call_then(taken.use_one, element, {}) for element in elements]
-        result = results.__getitem__
-    return LoopResults(len(elements), result)
+        return LoopResults(len(elements), results)
+    return LoopResults(len(elements), *stacked)
+
+
+def _arguments(element: Any) -> tuple[Any, ...]:
+    return element if isinstance(element, tuple) else (element,)
 
 
 class _Elements:

@@ -166,7 +166,7 @@ def _known(x: Any, dtype: Any = None) -> jax.Array:
         array: jax.Array = compat.primal_value(jnp.asarray(x, dtype))
     except PhalanxError:
         raise
-    except Exception as error:
+    except (TypeError, ValueError) as error:
         raise InvalidTypeError(
             f"A metric counts numbers: arrays or lists of them. Received: {shown(x)}"
         ) from error

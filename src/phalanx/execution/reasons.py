@@ -1,0 +1,42 @@
+"""Why functions run as Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a function runs as Python, and what its author can do."""
+
+    why: str
+    remedy: str
+
+
+LOOPS = Reason(
+    "it loops over a dataset or an iterator",
+    "Compile the step inside of the loop, or use px.train.loop",
+)
+ROUNDS = Reason(
+    "the elements that a loop over px.range takes differ in shape",
+    "Use batches of one size, as with drop_remainder=True",
+)
+ENDED = Reason(
+    "an iterator ended in the middle of a loop",
+    "Repeat the dataset, or loop as often as it has batches",
+)
+IN_EAGER_STEP = Reason(
+    "it was called from a step that runs eagerly", "Put px.function around strategy.run"
+)
+NO_ARRAYS = Reason(
+    "replicas hold arrays of different ranks or dtypes, or values that are no arrays",
+    "Give them JAX arrays that differ in size only",
+)
+
+
+def cannot_join(reason: str) -> Reason:
+    """Replicas hold different shapes, and what they run cannot be one program."""
+    return Reason(
+        f"replicas hold different shapes, and {reason}",
+        "Use batches that divide evenly, as with drop_remainder=True",
+    )
