@@ -13,7 +13,7 @@ import pytest
 import phalanx as px
 from phalanx.collectives import cross_device_ops, programs
 from phalanx.collectives.packing import Packing
-from phalanx.core.values import replicated_over
+from phalanx.core.placement import replicated_over
 
 ALGORITHMS = {
     "default": lambda: None,

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from phalanx.collectives import exchange
 from phalanx.core import compat
-from phalanx.core.values import REPLICA_AXIS, replica_mesh
+from phalanx.core.placement import REPLICA_AXIS, replica_mesh
 from phalanx.execution.variance import differing_marks
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import phalanx as px
-from phalanx.core.values import stacked_over
+from phalanx.core.placement import stacked_over
 from phalanx.data.delivery import ALIGNMENT, Delivery, narrow, owned
 from phalanx.data.elements import Ragged
 from phalanx.data.feeding import RowsOf, Step, shapes_on_all

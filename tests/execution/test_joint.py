@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from phalanx.core import compat
 from phalanx.core.padding import CannotJoin
-from phalanx.core.values import REPLICA_AXIS, replica_mesh
+from phalanx.core.placement import REPLICA_AXIS, replica_mesh
 from phalanx.execution.joint import Slot, join
 from phalanx.execution.joint.reading import Reader
 from phalanx.execution.joint.rooms import cut, empty, fill, room_for

@@ -64,3 +64,27 @@ def test_two_runs_in_one_function_with_every_optimizer(name: str) -> None:
     losses = [float(two_steps(jnp.ones((2, 4)))) for _ in range(2)]
     assert all(np.isfinite(losses))
     assert int(optimizer.iterations) == 4
+
+
+@pytest.mark.parametrize("where", ["outside", "replica", "function"])
+def test_mapped_functions_read_variables(where: str) -> None:
+    s = px.MirroredStrategy(["CPU:0", "CPU:1"])
+    with s.scope():
+        w = px.Variable(jnp.arange(3.0))
+    x = jnp.arange(6.0).reshape(2, 3)
+
+    def mapped():
+        rows = jax.vmap(lambda row: row * w + w.value())(x)
+        return rows, jax.vmap(jax.grad(lambda row: (row * w).sum()))(x)
+
+    run = {
+        "outside": mapped,
+        "replica": lambda: s.run(mapped),
+        "function": px.function(lambda: s.run(mapped)),
+    }[where]
+    for rows, gradients in s.experimental_local_results(run()):
+        np.testing.assert_allclose(rows, x * np.arange(3.0) + np.arange(3.0))
+        np.testing.assert_allclose(gradients, np.tile(np.arange(3.0), (2, 1)))
+    if where == "outside":
+        with pytest.raises(px.errors.ContextError, match="written while JAX staged"):
+            jax.vmap(w.assign)(x)

@@ -22,7 +22,7 @@ from phalanx import VariableSynchronization as S
 from phalanx.collectives import exchange
 from phalanx.core import advice
 from phalanx.core.padding import Padded
-from phalanx.core.values import replica_mesh, stacked_over
+from phalanx.core.placement import replica_mesh, stacked_over
 from phalanx.execution import function as function_module
 from phalanx.execution import uneven as uneven_module
 

@@ -89,11 +89,11 @@ def test_updates_inside_of_gradients_leave_nothing_behind(replicas: int) -> None
         return scores.sum()
 
     objects, arrays = growth(lambda: strategy.run(px.value_and_grad(loss, w)), 100)
-    assert objects < 20
+    assert objects < 50  # one for each step would be 100
     assert arrays == 0
     assert float(mean.result()) == 1.0
     assert float(accuracy.result()) == 1.0
     if not replicas:
         pure = jax.grad(lambda a: mean.update_state(a * x) or (a * x).sum())
         objects, _ = growth(lambda: pure(x), 100)
-        assert objects < 20
+        assert objects < 50  # one for each step would be 100

@@ -22,10 +22,11 @@ from phalanx.core.devices import DeviceLike, resolve_device
 from phalanx.core.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from phalanx.core.indexed_slices import IndexedSlices, reduce_slices
 from phalanx.core.options import CommunicationOptions, as_communication_options
+from phalanx.core.placement import place
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op, check_alike, divide
 from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
-from phalanx.core.values import DistributedValues, Mirrored, PerReplica, place
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica
 from phalanx.core.variables import Variable
 
 _log = logging.getLogger("phalanx")

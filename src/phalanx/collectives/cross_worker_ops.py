@@ -23,9 +23,10 @@ from phalanx.core.options import (
     CommunicationOptions,
     as_communication_options,
 )
+from phalanx.core.placement import REPLICA_AXIS, Span, place, replica_mesh
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op, divide
 from phalanx.core.spmd import SpmdPerReplica
-from phalanx.core.values import REPLICA_AXIS, Mirrored, PerReplica, Span, place, replica_mesh
+from phalanx.core.values import Mirrored, PerReplica
 
 
 class CrossWorkerOps(AllReduceCrossDeviceOps):

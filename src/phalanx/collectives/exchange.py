@@ -15,7 +15,7 @@ import jax
 from jax import lax
 
 from phalanx.core import compat
-from phalanx.core.values import REPLICA_AXIS
+from phalanx.core.placement import REPLICA_AXIS
 
 _SWAP = [(0, 1), (1, 0)]
 

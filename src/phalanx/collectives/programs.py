@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec
 from phalanx.collectives.packing import Packing, plan_packs
 from phalanx.core import compat, spmd
 from phalanx.core.deadlines import limit
+from phalanx.core.placement import Span, place, replica_mesh, replicated_over
 from phalanx.core.reduction import ReduceOp
-from phalanx.core.values import Mirrored, Span, place, replica_mesh, replicated_over
+from phalanx.core.values import Mirrored
 from phalanx.execution.meetings import Meeting
 from phalanx.execution.throttle import THROTTLE, token
 

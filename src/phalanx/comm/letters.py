@@ -27,8 +27,8 @@ from phalanx.core import compat
 from phalanx.core.callsite import call_site
 from phalanx.core.collective_calls import differentiably
 from phalanx.core.errors import CollectiveMismatchError, ContextError, InvalidValueError
+from phalanx.core.placement import place as placed
 from phalanx.core.replica_context import Rendezvous, ReplicaContext, Wait
-from phalanx.core.values import place as placed
 from phalanx.execution.eager import EagerRun
 
 

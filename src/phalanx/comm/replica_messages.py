@@ -22,9 +22,9 @@ from phalanx.comm.office import rank_of
 from phalanx.comm.replicas_compiled import CompiledReplicas
 from phalanx.core import compat
 from phalanx.core.errors import CollectiveMismatchError, InvalidTypeError, InvalidValueError
+from phalanx.core.placement import REPLICA_AXIS
 from phalanx.core.replica_context import ReplicaContext, Wait
 from phalanx.core.showing import shown
-from phalanx.core.values import REPLICA_AXIS
 
 Peer = Any
 """A rank, an array that is computed from the rank, or for each rank of the group a rank or None."""

@@ -22,8 +22,8 @@ from phalanx.comm.reductions import (
     premultiplied,
 )
 from phalanx.core.errors import InvalidValueError
+from phalanx.core.placement import REPLICA_AXIS
 from phalanx.core.replica_context import ReplicaContext
-from phalanx.core.values import REPLICA_AXIS
 
 
 class CompiledReplicas:

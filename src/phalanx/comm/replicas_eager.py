@@ -26,8 +26,8 @@ from phalanx.comm.reductions import ReduceOp, Reduction, combine, kind_of, name_
 from phalanx.core import compat, reduction
 from phalanx.core.collective_calls import differentiably
 from phalanx.core.errors import CollectiveMismatchError, InvalidValueError
+from phalanx.core.placement import place as placed
 from phalanx.core.replica_context import ReplicaContext
-from phalanx.core.values import place as placed
 
 Everyone = tuple[int, ...]
 

@@ -27,6 +27,7 @@ from phalanx.core.errors import (
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.operators import operand_of
 from phalanx.core.options import CommunicationOptions
+from phalanx.core.placement import Span, place
 from phalanx.core.reduction import (
     Axes,
     ReduceOp,
@@ -40,7 +41,7 @@ from phalanx.core.reduction import (
 )
 from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
-from phalanx.core.values import DistributedValues, Mirrored, PerReplica, Span, check_count, place
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica, check_count
 from phalanx.core.variables import Variable
 
 

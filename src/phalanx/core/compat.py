@@ -245,7 +245,7 @@ def without_differentiation() -> AbstractContextManager[None]:
     trace of its own. What is called under it with plain values would be kept again at each step.
     """
     here = trace = current_trace()
-    while is_transformation(trace) and isinstance(trace, _differentiating()):
+    while is_transformation(trace) and isinstance(trace, _kinds()):
         trace = trace.parent_trace
     if trace is here or isinstance(_set_trace, Missing):
         return nullcontext()
@@ -259,27 +259,24 @@ def belongs_to(x: Any, trace: Any) -> bool:
     return is_tracer(x) and x._trace is trace
 
 
-def is_staging() -> bool:
-    """Whether the calling thread is staging a program, at whatever depth of differentiation."""
-    return staging_since(_evaluation())
+def is_staging(batching: bool = True) -> bool:
+    """Whether the calling thread stages a program, or maps with `jax.vmap` if `batching` counts."""
+    return staging_since(_evaluation(), batching)
 
 
-def staging_since(outer: Any) -> bool:
-    """Whether, since `outer` was current, this thread has begun to stage a program.
-
-    Differentiation does not count: it runs with known values.
-    """
+def staging_since(outer: Any, batching: bool = True) -> bool:
+    """The same, of what this thread has begun since `outer` was current."""
     trace = current_trace()
     while trace is not outer and is_transformation(trace):
-        if not isinstance(trace, _differentiating()):
+        if not isinstance(trace, _kinds(vmap=not batching)):
             return True
         trace = trace.parent_trace
     return False
 
 
 @functools.cache
-def _differentiating() -> tuple[Any, ...]:
-    """The kinds of traces of `jvp` and of `grad`, found while they run; starts no backend."""
+def _kinds(vmap: bool = False) -> tuple[Any, ...]:
+    """The kinds of traces of `jvp`, `grad` and perhaps `vmap`, found without starting a backend."""
     kinds: list[type] = []
 
     def look(x: Any) -> Any:
@@ -289,6 +286,8 @@ def _differentiating() -> tuple[Any, ...]:
     with jax.core.eval_context():
         jax.jvp(look, (0.0,), (0.0,))
         jax.linearize(look, 0.0)
+        if vmap:
+            jax.vmap(look)(np.zeros(1))
     return tuple(kinds)
 
 

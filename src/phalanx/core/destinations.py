@@ -8,7 +8,7 @@ import jax
 
 from phalanx.core import compat
 from phalanx.core.devices import LogicalDevice, resolve_device
-from phalanx.core.errors import InvalidDestinationError
+from phalanx.core.errors import InvalidDestinationError, InvalidTypeError
 from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import DistributedValues
@@ -49,3 +49,16 @@ def _device_of(x: Any) -> tuple[jax.Device, ...]:
     raise InvalidDestinationError(
         f"This destination holds a value that is on no device. Received: {shown(x)}"
     )
+
+
+def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """A list of (value, destinations) pairs, or an error that says what else was given."""
+    checked = []
+    for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise InvalidTypeError(
+                f"batch_reduce_to needs a list of (value, destinations) pairs. Received: {shown(pair)}"
+            )
+        destination_devices(pair[1])
+        checked.append((pair[0], pair[1]))
+    return checked

@@ -18,6 +18,7 @@ from phalanx.core import context as ctx
 from phalanx.core.devices import short_name
 from phalanx.core.errors import DivergenceError, InvalidValueError, UnsupportedError
 from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.placement import place
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.regrouping import same_value
 from phalanx.core.replica_context import MergePoint
@@ -31,7 +32,7 @@ from phalanx.core.synchronization import (
     copy_value_for_read_sum,
 )
 from phalanx.core.updates import apply_update
-from phalanx.core.values import DistributedValues, Mirrored, PerReplica, place
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
 
@@ -125,8 +126,6 @@ class CopiedVariable(Variable, DistributedValues):
         return f"{type(self).__name__}:{{\n{body}\n}}"
 
     __str__ = __repr__
-    __hash__ = Variable.__hash__
-    __eq__ = Variable.__eq__
 
 
 class MirroredVariable(CopiedVariable):
@@ -282,9 +281,6 @@ class AggregatingVariable(Variable):
         with jax.default_device(self._device):
             new = apply_update(method, self._held(), operand)
         self._store(new)
-
-    __hash__ = Variable.__hash__
-    __eq__ = Variable.__eq__
 
 
 # -- writing from replicas ----------------------------------------------------------------------

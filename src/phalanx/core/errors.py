@@ -88,15 +88,15 @@ class InvalidValueError(PhalanxError, ValueError):
     """An argument has the right type but a value that cannot work."""
 
 
+class NoReplicaContextError(ContextError, AttributeError):
+    """A method that belongs on replicas was called across them.
+
+    Also an `AttributeError`, as in TensorFlow, where there is no replica context to ask.
+    """
+
+
 class InvalidTypeError(PhalanxError, TypeError):
     """An argument has a type that cannot work."""
-
-
-class InvalidOperandError(InvalidTypeError, AttributeError):
-    """A value that is no array was given where arrays are communicated.
-
-    Also an `AttributeError`, which is what TensorFlow's implementation ends in.
-    """
 
 
 class InvalidReduceOpError(InvalidTypeError, AssertionError):
@@ -188,6 +188,14 @@ class UnknownError(OpError):
 
 class InvalidArgumentError(OpError, ValueError):
     """Arrays do not fit together: shapes, dtypes or ranks differ where they must agree."""
+
+
+class InvalidOperandError(InvalidTypeError, InvalidArgumentError, AttributeError):
+    """A value that is no array was given where arrays are communicated.
+
+    TensorFlow's implementation ends in an `AttributeError`, in its `InvalidArgumentError` or in a
+    `TypeError`, as the value is a string, an array of strings, or summed along a dimension.
+    """
 
 
 class DeadlineExceededError(OpError, TimeoutError):

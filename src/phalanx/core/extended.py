@@ -20,7 +20,7 @@ from phalanx.core import context as ctx
 from phalanx.core import lifting, transactions
 from phalanx.core.checks import check_numeric, check_variable
 from phalanx.core.combining import Combiner, Communicator
-from phalanx.core.destinations import destination_devices
+from phalanx.core.destinations import checked_pairs, destination_devices
 from phalanx.core.devices import device_name
 from phalanx.core.distributed_variables import (
     AggregatingVariable,
@@ -38,13 +38,14 @@ from phalanx.core.errors import (
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.operators import operand_of
 from phalanx.core.options import CommunicationOptions, ValueContext, as_communication_options
+from phalanx.core.placement import Span, place
 from phalanx.core.reduction import Axes, ReduceOp, as_reduce_op
 from phalanx.core.regrouping import regroup
 from phalanx.core.replica_context import MergePoint
 from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest, merge_nests
-from phalanx.core.values import Mirrored, PerReplica, Span, place, select_replica
+from phalanx.core.values import Mirrored, PerReplica, select_replica
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
 
@@ -248,13 +249,19 @@ class StrategyExtended:
             options: how tensors are packed.
 
         Returns:
-            A plain array for one device, a `Mirrored` value for several.
+            A plain array for one device, a `Mirrored` value for several. A mirrored value is its mean.
         """
         op, options = as_reduce_op(reduce_op), as_communication_options(options)
         ctx.require_cross_replica_or_default(self._strategy, "reduce_to")
         destination_devices(destinations)
+        mirrored = (Mirrored, MirroredVariable) if op is ReduceOp.MEAN else ()
+
+        def reduce(x: Any) -> Any:
+            is_done = isinstance(x, mirrored)
+            return x if is_done else self._combiner.reduce_to(op, x, destinations, options)
+
         with ctx.entered(self._strategy, "reduce_to"):
-            return map_nest(lambda v: self._combiner.reduce_to(op, v, destinations, options), value)
+            return map_nest(reduce, value)
 
     def batch_reduce_to(
         self,
@@ -268,9 +275,7 @@ class StrategyExtended:
         """
         op, options = as_reduce_op(reduce_op), as_communication_options(options)
         ctx.require_cross_replica_or_default(self._strategy, "batch_reduce_to")
-        pairs = _checked_pairs(value_destination_pairs)
-        for _, destinations in pairs:
-            destination_devices(destinations)
+        pairs = checked_pairs(value_destination_pairs)
         with ctx.entered(self._strategy, "batch_reduce_to"):
             return self._combiner.batch_reduce_to(op, pairs, options)
 
@@ -354,9 +359,12 @@ class StrategyExtended:
             results = []
             for i, component in enumerate(copies):
                 mode = ctx.Mode(self._strategy, update_index=i)
-                with ctx.push(mode), _on(component._device):
+                with ctx.push(mode), jax.default_device(component._device):
                     mine = select_replica(i, (args, kwargs))
-                    results.append(fn(component, *mine[0], **mine[1]))
+                    result = fn(component, *mine[0], **mine[1])
+                    results.append(
+                        map_nest(_value_of, result) if group and component is not var else result
+                    )
             return results
 
         return _grouped(transactions.atomically(on_copies), group)
@@ -376,7 +384,7 @@ class StrategyExtended:
         def on_devices() -> list[Any]:
             results = []
             for i, device in enumerate(devices):
-                with ctx.push(ctx.Mode(self._strategy, update_index=i)), _on(device):
+                with ctx.push(ctx.Mode(self._strategy, update_index=i)), jax.default_device(device):
                     mine = select_replica(i, (tuple(args), dict(kwargs or {})))
                     results.append(fn(*mine[0], **mine[1]))
             return results
@@ -427,15 +435,19 @@ class StrategyExtended:
                 f"`with strategy.scope(): v = px.Variable(…)`. Received: {shown(var)}"
             )
 
-    def _make_values(self, value_fn: Callable[[ValueContext], Any]) -> list[Any]:
-        """One nest per local replica, with arrays on the replica's device."""
-        devices, count = self._replica_devices, self._num_replicas_in_sync
+    def _values_from(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """A distributed value, with arrays on the devices of their replicas."""
+        devices, first, span = self._replica_devices, self._first_replica, self._span
+        count = self._num_replicas_in_sync
+        replica = ctx.active_replica()
+        if replica is not None and replica.compiled:  # one program for all replicas, wherever they are
+            devices, first, span = (None,) * count, 0, None
         nests = []
         for i, device in enumerate(devices):
-            with _on(device):
-                made = value_fn(ValueContext(self._first_replica + i, count))
+            with jax.default_device(device):
+                made = value_fn(ValueContext(first + i, count))
             nests.append(map_nest(functools.partial(_to_device, device), made))
-        return nests
+        return regroup(nests, always_wrap=True, span=span) if self._wraps_values else nests[0]
 
 
 class StepsContext:
@@ -456,10 +468,6 @@ def default_device() -> jax.Device:
     return jax.local_devices(backend=chosen)[0]
 
 
-def _on(device: jax.Device | None) -> AbstractContextManager[Any]:
-    return jax.default_device(device)
-
-
 def _to_device(device: jax.Device | None, x: Any) -> Any:
     if device is None:
         return x
@@ -471,23 +479,16 @@ def _to_device(device: jax.Device | None, x: Any) -> Any:
     return x
 
 
-def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    checked = []
-    for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InvalidTypeError(
-                f"batch_reduce_to needs a list of (value, destinations) pairs. Received: {shown(pair)}"
-            )
-        checked.append((pair[0], pair[1]))
-    return checked
-
-
 def _agreed(x: Any, var: Variable) -> Any:
     """An argument of an update of copies that must stay equal."""
     if not isinstance(x, PerReplica):
         return x
     same = require_same(x, var, "update")
     return same if isinstance(x, SpmdPerReplica) else x
+
+
+def _value_of(x: Any) -> Any:
+    return x.value() if isinstance(x, Variable) else x
 
 
 def _grouped(results: list[Any], group: bool) -> Any:

@@ -80,6 +80,18 @@ class ArrayOperators:
     __lt__, __le__ = _forward(operator.lt), _forward(operator.le)
     __gt__, __ge__ = _forward(operator.gt), _forward(operator.ge)
 
+    def __eq__(self, other: object) -> Any:
+        if other is None or (other is self and self._operand() is None):
+            return other is self
+        return self._operand_or_type_error() == operand_of(other)
+
+    def __ne__(self, other: object) -> Any:
+        same = self == other
+        return not same if isinstance(same, bool) else ~same
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def __neg__(self) -> jax.Array:
         return -self._array()
 

@@ -24,7 +24,7 @@ def format_component(x: Any, how: Callable[[Any], str]) -> str:
     if compat.is_key_array(x):
         return repr(x)
     if how is str:
-        return f"Array({np.asarray(x)}, shape={x.shape}, dtype={x.dtype})"
+        return f"Array({_own_lines(str(np.asarray(x)))}, shape={x.shape}, dtype={x.dtype})"
     return f"<Array: shape={x.shape}, dtype={x.dtype}, numpy={describe_numpy(x)}>"
 
 
@@ -35,4 +35,9 @@ def describe_numpy(x: jax.Array) -> str:
     if compat.is_key_array(x):
         return repr(x)
     host = np.asarray(x)
-    return repr(host.item()) if host.ndim == 0 else repr(host)
+    return repr(host.item()) if host.ndim == 0 else _own_lines(repr(host))
+
+
+def _own_lines(text: str) -> str:
+    """A text that begins on a line of its own if it has several."""
+    return f"\n{text}" if "\n" in text else text

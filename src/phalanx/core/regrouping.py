@@ -11,8 +11,9 @@ import numpy as np
 
 from phalanx.core import compat
 from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.placement import Span
 from phalanx.core.structure import leaves, map_nest, merge_nests
-from phalanx.core.values import DistributedValues, Mirrored, PerReplica, Span
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica
 
 
 def regroup(
@@ -34,7 +35,8 @@ def regroup(
             return container
         first = column[0]
         alone = span is not None and len(column) == 1 and isinstance(first, jax.Array | IndexedSlices)
-        if not always_wrap and not alone and all(_same_object(x, first) for x in column):
+        whole = not always_wrap or isinstance(first, DistributedValues)  # such as a variable
+        if whole and not alone and all(_same_object(x, first) for x in column):
             return first
         return wrap(column, span)
 

@@ -21,9 +21,10 @@ from jax import lax
 from phalanx.core import compat
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.padding import CannotJoin, room_for
+from phalanx.core.placement import REPLICA_AXIS
 from phalanx.core.reduction import ReduceOp, divide
 from phalanx.core.structure import map_nest
-from phalanx.core.values import REPLICA_AXIS, Layout, Mirrored, PerReplica, select_replica
+from phalanx.core.values import Layout, Mirrored, PerReplica, select_replica
 
 
 class Shapes:
@@ -106,7 +107,7 @@ class SpmdPerReplica(PerReplica):
     __slots__ = ("_local",)
 
     def __init__(self, local: Any, count: int) -> None:
-        self._components = self._global = self._padded = self._span = None
+        self._components = self._global = self._leaf = self._padded = self._span = None
         self._joins = True
         self._layout = Layout(count, getattr(local, "ndim", 0) == 0)
         self._local = local

@@ -21,7 +21,7 @@ from phalanx.core.options import (
 )
 from phalanx.core.pickling import StaysHere
 from phalanx.core.reduction import ReduceOp, as_axes, as_reduce_op
-from phalanx.core.regrouping import local_results, regroup
+from phalanx.core.regrouping import local_results
 from phalanx.core.showing import shown
 from phalanx.core.structure import map_nest
 
@@ -247,18 +247,21 @@ class Strategy(StaysHere):
     ) -> Any:
         """Make a distributed value by calling `value_fn` once per replica.
 
+        On a replica it is called once per replica too, so each of them has all values.
+
         Args:
             value_fn: takes a `ValueContext` and returns a nest. Arrays, also of NumPy, are moved to
-                the replica's device; everything else is kept as it is.
+                the replica's device; everything else is kept as it is. A variable stays itself.
         """
         if not callable(value_fn):
             raise InvalidTypeError(f"value_fn must be callable. Received: {shown(value_fn)}")
-        ctx.require_cross_replica_or_default(self, "experimental_distribute_values_from_function")
-        with ctx.entered(self, "experimental_distribute_values_from_function"):
-            nests = self._extended._make_values(value_fn)
-            wraps = self._extended._wraps_values
-            span = self._extended._span
-            return regroup(nests, always_wrap=True, span=span) if wraps else nests[0]
+        name = "experimental_distribute_values_from_function"
+        if ctx.active_replica() is not None:
+            ctx.require_same_strategy(self, name)
+            return self._extended._values_from(value_fn)
+        ctx.require_cross_replica_or_default(self, name)
+        with ctx.entered(self, name):
+            return self._extended._values_from(value_fn)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of a distributed value that belong to this process.

@@ -100,7 +100,7 @@ def _children(x: Any) -> _Parts | None:
             (cls, frozenset(keys)),
         )
     children, treedef = jax.tree_util.tree_flatten(x, is_leaf=lambda y: y is not x)
-    if jax.tree_util.treedef_is_leaf(treedef):
+    if children and jax.tree_util.treedef_is_leaf(treedef):  # a node without children is none
         return None
     return children, lambda new: jax.tree_util.tree_unflatten(treedef, new), treedef
 

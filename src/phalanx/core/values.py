@@ -12,7 +12,6 @@ flatten to the replica's own component, so a captured value can be given to any 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -20,60 +19,19 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from phalanx.core import compat
 from phalanx.core.context import active_replica, current_mode
 from phalanx.core.errors import InvalidValueError
 from phalanx.core.operators import ArrayOperators
 from phalanx.core.padding import CannotJoin, Padded, pad
+from phalanx.core.placement import Span, device_of, place, replicated_over, stacked_over
 from phalanx.core.printing import format_component, format_components
 from phalanx.core.showing import shown
 from phalanx.core.structure import Leaf, map_nest
 
 if TYPE_CHECKING:
     from phalanx.core.replica_context import ReplicaContext
-
-Span = tuple[jax.Device, ...]
-"""The devices of all replicas, in their order; some may belong to other processes."""
-
-REPLICA_AXIS = "replica"
-"""The mesh axis that replicas are laid out on."""
-
-
-@functools.cache
-def replica_mesh(devices: tuple[jax.Device, ...]) -> Mesh:
-    """The one-dimensional mesh over the devices of a strategy's replicas."""
-    return Mesh(np.array(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
-
-
-@functools.cache
-def replicated_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
-    """The sharding of values that every device holds whole."""
-    return NamedSharding(replica_mesh(devices), PartitionSpec())
-
-
-@functools.cache
-def stacked_over(devices: tuple[jax.Device, ...]) -> NamedSharding:
-    """The sharding of values whose leading dimension is split over the devices."""
-    return NamedSharding(replica_mesh(devices), PartitionSpec(REPLICA_AXIS))
-
-
-def device_of(x: jax.Array) -> jax.Device | None:
-    """The device of a single-device array; None for tracers and arrays over several devices."""
-    if compat.is_tracer(x):
-        return None
-    devices = x.sharding.device_set  # also of a deleted array, which can be replaced
-    return next(iter(devices)) if len(devices) == 1 else None
-
-
-def place(x: Any, device: jax.Device) -> jax.Array:
-    """`x` as an uncommitted array on `device`; no copy if it is there already."""
-    if compat.is_tracer(x):
-        return x  # the program that is being traced decides
-    if isinstance(x, jax.Array) and device_of(x) is device:
-        return compat.uncommitted(x)
-    return compat.uncommitted(jax.device_put(x, device))
 
 
 class DistributedValues(Leaf):
@@ -106,7 +64,7 @@ class _TwoFaced(DistributedValues):
             have other shapes.
     """
 
-    __slots__ = ("_components", "_global", "_joins", "_layout", "_padded", "_span")
+    __slots__ = ("_components", "_global", "_joins", "_layout", "_leaf", "_padded", "_span")
 
     def __init__(self, values: Sequence[Any], span: Span | None = None, joins: bool = True) -> None:
         self._components: tuple[Any, ...] | None = tuple(values)
@@ -114,6 +72,7 @@ class _TwoFaced(DistributedValues):
         if not self._components:
             raise InvalidValueError(f"{type(self).__name__} needs at least one component")
         self._layout: Layout | None = None
+        self._leaf: tuple[Any] | None = None
         self._padded: Padded | None = None
         self._span = span
         self._joins = joins
@@ -123,8 +82,27 @@ class _TwoFaced(DistributedValues):
         """The value whose global face is `array`."""
         self = cls.__new__(cls)
         self._components, self._global, self._layout = None, array, layout
-        self._padded, self._span, self._joins = None, None, True
+        self._leaf = self._padded = self._span = None
+        self._joins = True
         return self
+
+    @classmethod
+    def from_leaf(cls, leaf: Any, layout: Layout) -> Any:
+        """The value that holds, as a pytree, something else in place of its global array.
+
+        Functions over pytrees put whatever they return there: NumPy arrays, shapes, None.
+        """
+        if isinstance(leaf, jax.Array):
+            return cls.from_global(leaf, layout)
+        self = cls.__new__(cls)
+        self._components, self._global, self._layout = cls._parts_of(leaf, layout), None, layout
+        self._leaf, self._padded, self._span, self._joins = (leaf,), None, None, False
+        return self
+
+    @classmethod
+    def _parts_of(cls, leaf: Any, layout: Layout) -> tuple[Any, ...]:
+        """The components of a value that holds something else than an array of JAX."""
+        return (leaf,) * layout.count
 
     @property
     def span(self) -> Span | None:
@@ -173,6 +151,11 @@ class _TwoFaced(DistributedValues):
         if self._padded is not None:
             return compat.is_tracer(self._padded.array)
         return any(compat.is_tracer(x) for x in self.values)
+
+    @property
+    def is_one_leaf(self) -> bool:
+        """Whether it has one leaf as a pytree, outside of replicas."""
+        return self._leaf is not None or self.array is not None
 
     @property
     def is_part(self) -> bool:
@@ -299,9 +282,20 @@ class PerReplica(_TwoFaced, ArrayOperators):
     def from_padded(padded: Padded) -> PerReplica:
         """The value whose components, of different shapes, are in a padded array."""
         self = PerReplica.__new__(PerReplica)
-        self._components = self._global = self._layout = None
+        self._components = self._global = self._layout = self._leaf = None
         self._padded, self._span, self._joins = padded, compat.span_of(padded.array), False
         return self
+
+    def of_arrays(self) -> PerReplica | None:
+        """The value with arrays in place of Python numbers; None if it has other components."""
+        if not all(isinstance(x, int | float | complex | np.generic) for x in self.values):
+            return None
+        if self._span is None:
+            stacked = jnp.stack([jnp.asarray(x) for x in self.values])
+            return cast(PerReplica, self.from_global(stacked, Layout(self.count, True)))
+        here = [d for d in self._span if d.process_index == jax.process_index()]
+        arrays = [place(jnp.asarray(x), d) for x, d in zip(self.values, here, strict=True)]
+        return PerReplica(arrays, self._span)
 
     @property
     def padded(self) -> Padded | None:
@@ -326,6 +320,18 @@ class PerReplica(_TwoFaced, ArrayOperators):
             return [rows[i] for i in range(layout.count)]
         parts = compat.pieces(array)
         return [compat.uncommitted(p[0] if layout.scalar else p) for p in parts]
+
+    @classmethod
+    def _parts_of(cls, leaf: Any, layout: Layout) -> tuple[Any, ...]:
+        count, shape = layout.count, getattr(leaf, "shape", None)
+        if not shape or shape[0] % count:
+            return (leaf,) * count
+        if isinstance(leaf, np.ndarray):
+            return tuple(leaf) if layout.scalar else tuple(np.split(leaf, count))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            part = shape[1:] if layout.scalar else (shape[0] // count, *shape[1:])
+            return (jax.ShapeDtypeStruct(part, leaf.dtype),) * count
+        return (leaf,) * count
 
     @staticmethod
     def by_replica(array: jax.Array, layout: Layout) -> jax.Array:
@@ -361,8 +367,6 @@ class PerReplica(_TwoFaced, ArrayOperators):
                 f"components with strategy.reduce or strategy.gather. Received: {shown(self)}"
             )
         return value
-
-    __hash__ = object.__hash__
 
 
 class Mirrored(_TwoFaced, ArrayOperators):
@@ -420,8 +424,6 @@ class Mirrored(_TwoFaced, ArrayOperators):
         """The value as a NumPy array."""
         return np.asarray(self.values[0])
 
-    __hash__ = object.__hash__
-
 
 def own_component(value: _TwoFaced, context: ReplicaContext) -> Any:
     """The component of the replica that runs the code, of a value that it captured or was given."""
@@ -464,6 +466,8 @@ def _flatten(value: _TwoFaced) -> tuple[tuple[Any, ...], Any]:
     context = active_replica()
     if context is not None and value.count == context.num_replicas_in_sync:
         return (own_component(value, context),), _LOCAL
+    if value._leaf is not None:
+        return value._leaf, value.layout
     array = value.array
     if array is not None:
         return (array,), value.layout
@@ -474,7 +478,7 @@ def _unflatten_as(cls: type[_TwoFaced]) -> Callable[[Any, Sequence[Any]], Any]:
     def unflatten(aux: Any, children: Sequence[Any]) -> Any:
         if aux == _LOCAL:
             return children[0]
-        return cls(children) if aux == _PARTS else cls.from_global(children[0], aux)
+        return cls(children) if aux == _PARTS else cls.from_leaf(children[0], aux)
 
     return unflatten
 

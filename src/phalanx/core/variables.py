@@ -23,6 +23,7 @@ from phalanx.core.errors import ContextError, InternalError, InvalidTypeError, I
 from phalanx.core.indexed_slices import IndexedSlices, checked_slices
 from phalanx.core.operators import ArrayOperators, operand_of
 from phalanx.core.pickling import StaysHere
+from phalanx.core.placement import device_of, place
 from phalanx.core.printing import describe_numpy
 from phalanx.core.replica_context import MergePoint
 from phalanx.core.showing import shown
@@ -33,7 +34,7 @@ from phalanx.core.synchronization import (
     check_kinds,
 )
 from phalanx.core.updates import apply_update, broadcasts_to, fitting_shape
-from phalanx.core.values import DistributedValues, device_of, place
+from phalanx.core.values import DistributedValues
 from phalanx.core.variable_spec import VariableReference, VariableSpec, initial_array, register
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class Variable(StaysHere, Leaf, ArrayOperators, metaclass=VariableMeta):
         if program is not None:
             program.check_read()
             return program.held(self)
-        if compat.is_staging():
+        if compat.is_staging(batching=False):
             raise ContextError(
                 f"Variable {self.name!r} was read while JAX staged a function (jax.jit, lax.scan, …), "
                 "which would freeze its present value into the program. Give the value to the function "
@@ -382,15 +383,6 @@ class Variable(StaysHere, Leaf, ArrayOperators, metaclass=VariableMeta):
         if name in _ARRAY_METHODS:
             return getattr(self._array(), name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __eq__(self, other: object) -> Any:
-        return self._array() == operand_of(other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._array() != operand_of(other)
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 class ResourceVariable(Variable):

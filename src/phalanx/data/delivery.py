@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from phalanx.core import compat
 from phalanx.core.errors import InvalidTypeError
 from phalanx.core.padding import Padded, room_for, whole_shape
-from phalanx.core.values import Layout, PerReplica, Span, stacked_over
+from phalanx.core.placement import Span, stacked_over
+from phalanx.core.values import Layout, PerReplica
 from phalanx.data.elements import Ragged, unflatten
 from phalanx.data.feeding import RowsOf, Shape, Step
 

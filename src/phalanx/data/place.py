@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from phalanx.core.extended import default_device
-from phalanx.core.values import Span
+from phalanx.core.placement import Span
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy

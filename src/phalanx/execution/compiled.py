@@ -28,18 +28,12 @@ from phalanx.core.errors import (
     UnsupportedError,
 )
 from phalanx.core.host_memory import expect_model
+from phalanx.core.placement import REPLICA_AXIS, replica_mesh
 from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
 from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica, shared_by_all, wrap_arguments
-from phalanx.core.structure import leaves, replace_leaves
-from phalanx.core.values import (
-    REPLICA_AXIS,
-    Layout,
-    Mirrored,
-    PerReplica,
-    replica_mesh,
-    select_replica,
-)
+from phalanx.core.structure import leaves, map_nest, replace_leaves
+from phalanx.core.values import Layout, Mirrored, PerReplica, select_replica
 from phalanx.core.variables import ResourceVariable, Variable
 from phalanx.execution.staging import explained
 
@@ -234,7 +228,7 @@ class CompiledRun:
         shared: list[Any] = []
         with lifting.lifted(inner), _replica_context(self._strategy, self._count, shared):
             args, kwargs = inputs
-            self._result = self._fn(*args, **kwargs)
+            self._result = map_nest(lambda x: _own(x, here), self._fn(*args, **kwargs))
         outputs, common = [], []
         for i, leaf in enumerate(leaves(self._result)):
             if any(leaf is x for x in shared):
@@ -273,6 +267,13 @@ class CompiledRun:
             for i in range(len(leaves(self._result)))
         ]
         return replace_leaves(self._result, new)
+
+
+def _own(x: Any, here: Any) -> Any:
+    """A replica's own component of a value that was made in this program for all replicas."""
+    if not isinstance(x, PerReplica) or x.is_local:
+        return x
+    return jnp.asarray(x) if any(compat.belongs_to(y, here) for y in x.values) else x
 
 
 def global_array(value: PerReplica) -> jax.Array:

@@ -62,9 +62,15 @@ class Call:
                 arrays.append(compat.movable(x))
                 constants.append(None)
                 parts.append(_array_key(x))
-            elif isinstance(x, PerReplica):
-                if x.padded is None:
+            elif isinstance(x, PerReplica) and x.padded is None:
+                numbers = x.of_arrays()
+                if numbers is None or numbers.array is None:
                     return None
+                arrays.append(numbers.array)
+                constants.append(_Numbers(None, numbers.layout))
+                parts.append((PerReplica, _array_key(numbers.array)))
+            elif isinstance(x, PerReplica):
+                assert x.padded is not None
                 if x.padded.array.is_deleted():
                     raise deleted("An argument of a compiled function", x.padded.array)
                 is_uneven = True
@@ -135,6 +141,17 @@ class _Parts(_Constant):
         return PerReplica.from_padded(Padded(array, self.shapes))
 
 
+@dataclass(frozen=True)
+class _Numbers(_Constant):
+    """An argument that is an array with a number for each replica."""
+
+    layout: Layout
+    is_array = True
+
+    def around(self, array: Any) -> Any:
+        return PerReplica.from_global(array, self.layout)
+
+
 def _is_array(x: Any) -> bool:
     if isinstance(x, np.ndarray | np.generic):
         return x.dtype.kind not in "USOmM"  # which JAX has not
@@ -146,7 +163,7 @@ def _array_key(x: Any) -> Any:
 
 
 def _is_ragged(x: Any) -> bool:
-    return isinstance(x, PerReplica) and x.array is None
+    return isinstance(x, PerReplica) and not x.is_one_leaf
 
 
 def _constant_key(x: Any) -> Any:

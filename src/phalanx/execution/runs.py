@@ -11,7 +11,7 @@ from phalanx.core import lifting
 from phalanx.core.errors import InvalidArgumentError
 from phalanx.core.padding import CannotJoin
 from phalanx.core.showing import shown
-from phalanx.core.structure import leaves
+from phalanx.core.structure import leaves, map_nest
 from phalanx.core.values import PerReplica
 from phalanx.execution.compiled import CompiledRun
 from phalanx.execution.uneven import UnevenRun
@@ -28,7 +28,7 @@ def run_compiled(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Add a run of `fn` on all replicas to the program that is being traced."""
-    inputs = args, dict(kwargs)
+    inputs = map_nest(_with_arrays, (args, dict(kwargs)))
     uneven = any(isinstance(x, PerReplica) and x.padded is not None for x in leaves(inputs))
     run = (UnevenRun if uneven else CompiledRun)(strategy, devices, fn, inputs)
     try:
@@ -41,3 +41,11 @@ def run_compiled(
             "step. Use px.function, which can run it eagerly, or call strategy.run outside of jax.jit. "
             f"Received: {shown(inputs)}"
         ) from None
+
+
+def _with_arrays(x: Any) -> Any:
+    """A value with arrays in place of Python numbers that differ between replicas."""
+    if not isinstance(x, PerReplica) or x.is_local or x.is_one_leaf:
+        return x
+    arrays = x.of_arrays()
+    return x if arrays is None else arrays

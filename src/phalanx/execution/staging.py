@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import jax
 
 from phalanx.core.callsite import describe_traceback
-from phalanx.core.errors import StagedValueError
+from phalanx.core.errors import ContextError, StagedValueError
 
 
 @contextmanager
@@ -22,4 +22,13 @@ def explained() -> Iterator[None]:
             f"{describe_traceback(error.__traceback__)}. The replica id and all arrays are such "
             "values. Write the branch with jnp.where or jax.lax.cond, or run the step eagerly: "
             "call strategy.run outside of px.function and jax.jit."
+        ) from error
+    except Exception as error:
+        if "different trace level" not in str(error):  # as flax says, which is perhaps not installed
+            raise
+        raise ContextError(
+            "A module of flax NNX was made outside of the code that is compiled, which captures it and "
+            f"would change it, at {describe_traceback(error.__traceback__)}. Give it to the compiled "
+            "function and to strategy.run as an argument, and return what they change: "
+            "model, optimizer = strategy.run(step, args=(model, optimizer, x))."
         ) from error

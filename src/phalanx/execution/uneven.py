@@ -17,10 +17,11 @@ from jax import lax
 from phalanx.core import compat, lifting
 from phalanx.core.host_memory import expect_model
 from phalanx.core.padding import CannotJoin, Padded
+from phalanx.core.placement import REPLICA_AXIS
 from phalanx.core.regrouping import regroup
 from phalanx.core.spmd import Shapes, SpmdPerReplica, different_shapes
 from phalanx.core.structure import leaves, replace_leaves
-from phalanx.core.values import REPLICA_AXIS, Layout, Mirrored, PerReplica
+from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.execution.compiled import SPLIT, WHOLE, CompiledRun, global_array, local_part
 from phalanx.execution.joint import Slot, join
 from phalanx.execution.staging import explained

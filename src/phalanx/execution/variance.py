@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.core import compat
-from phalanx.core.values import REPLICA_AXIS
+from phalanx.core.placement import REPLICA_AXIS
 
 _AGREEING = {"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"}
 _COLLECTIVES = _AGREEING | {"psum_scatter", "reduce_scatter", "all_to_all", "ppermute"}

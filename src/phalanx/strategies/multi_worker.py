@@ -26,10 +26,11 @@ from phalanx.core.options import (
     CommunicationOptions,
     as_communication_options,
 )
+from phalanx.core.placement import Span, place
 from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
-from phalanx.core.values import PerReplica, Span, place
+from phalanx.core.values import PerReplica
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
 from phalanx.strategies.mirrored import MirroredExtended

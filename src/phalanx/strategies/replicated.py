@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from phalanx.core import compat, lifting
 from phalanx.core.errors import InvalidTypeError
+from phalanx.core.placement import place
 from phalanx.core.showing import shown
 from phalanx.core.structure import leaves
-from phalanx.core.values import check_count, place
+from phalanx.core.values import check_count
 from phalanx.execution.compiled import in_compiled_run, run_inlined
 from phalanx.execution.eager import run_replicas
 from phalanx.execution.runs import run_compiled

@@ -12,7 +12,12 @@ import optax
 
 from phalanx.core import context as ctx
 from phalanx.core import transactions
-from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core.errors import (
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    NoReplicaContextError,
+)
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import MergePoint
@@ -144,7 +149,7 @@ class Optimizer:
         variables = _checked_variables([v for _, v in pairs])
         context = ctx.get_replica_context()
         if context is None:
-            raise ContextError(
+            raise NoReplicaContextError(
                 "apply_gradients combines the gradients of replicas; call it in the function that is "
                 "given to Strategy.run, not in the strategy's scope."
             )
