@@ -424,13 +424,15 @@ def function(
     program. Python side effects happen while tracing only. Inside, `Strategy.run` is one SPMD
     program, also where replicas hold arrays of different sizes: its step is then traced once for each
     of them. There may be 16 programs of that kind. Functions called from compiled functions become
-    part of them.
+    part of them. A function that loops over input runs as Python, and each `Strategy.run` in it is a
+    program.
 
     Args:
         fn: the function. Arrays, NumPy arrays and distributed values are inputs of the program; other
-            Python values are constants of it, and another value means another program. Variables
-            may be captured or passed.
-        input_signature: a nest of `TensorSpec` that arguments must fit.
+            Python values are constants of it, and another value means another program. Numbers that
+            change become inputs, unless the function must know them. Variables may be captured or
+            passed.
+        input_signature: a nest of `TensorSpec` that arguments must fit; numbers become arrays.
 
     Examples:
         >>> import jax.numpy as jnp, phalanx as px
