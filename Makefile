@@ -41,6 +41,7 @@ bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the o
 	$(BIN)/python benchmarks/eager.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/uneven.py
+	$(BIN)/python benchmarks/loops.py
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/collectives.py
