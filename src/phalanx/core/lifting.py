@@ -52,6 +52,11 @@ class Lifting:
         """Whether one of its loops was left before the end of its body."""
         self._spread: tuple[tuple[Any, ...], str] | None = None  # its devices, and who wants them
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether the program runs on several devices."""
+        return self._spread is not None and len(self._spread[0]) > 1
+
     def spread_over(self, devices: tuple[Any, ...], what: str) -> None:
         """Note that the program runs on these devices; one program cannot run on two lists of them."""
         if self._spread is None:

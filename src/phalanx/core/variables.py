@@ -103,10 +103,29 @@ class Variable(StaysHere, Leaf, ArrayOperators, metaclass=VariableMeta):
         self._spec = spec
         self._strategy = strategy
         self._device = device
-        self._value: Any = spec.value if device is None else place(spec.value, device)
+        self._value = spec.value if device is None else place(spec.value, device)
         self._exclusive = False
         """Whether nobody else can have the arrays it holds, so that a program may overwrite them."""
         register(self)
+
+    _wrap: Callable[[jax.Array], Any]
+    """Makes what the variable holds of an array that a program gives."""
+    _fresh: jax.Array | None
+    """What a program gave, if nobody has looked at it since: most are given to the next program."""
+
+    @property
+    def _value(self) -> Any:
+        """What the variable holds."""
+        if self._fresh is not None:
+            with transactions.STATE:
+                if self._fresh is not None:
+                    self._stored, self._exclusive = self._wrap(self._fresh), True
+                    self._fresh = None
+        return self._stored
+
+    @_value.setter
+    def _value(self, held: Any) -> None:
+        self._stored, self._fresh = held, None
 
     # -- description ----------------------------------------------------------------------------
 
@@ -195,8 +214,9 @@ class Variable(StaysHere, Leaf, ArrayOperators, metaclass=VariableMeta):
     def _committed(self) -> Any:
         """What the variable held after the latest step."""
         with transactions.STATE:
+            held = self._value
             self._exclusive = False  # the caller may keep it
-            return self._value
+            return held
 
     def _check_access(self, what: str) -> None:
         """Refuse use in a foreign strategy's scope; plain variables can be used anywhere."""
@@ -364,6 +384,7 @@ class Variable(StaysHere, Leaf, ArrayOperators, metaclass=VariableMeta):
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         self._check_access(f"copy.deepcopy of {self.name!r}")
+        self._committed()  # both will have the same arrays
         clone = copy.copy(self)
         memo[id(self)] = clone
         register(clone)

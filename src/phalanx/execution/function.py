@@ -114,10 +114,12 @@ class Function:
             )
         call = Call.of(args, kwargs)
         known = None if call is None else self._programs.get(call.key)
-        if call is not None and isinstance(known, Program) and known.leaves_nothing:  # mostly
+        if call is not None and isinstance(known, Program):  # mostly, and it takes no elements
             variables = known.variables()
             if variables is not None:
-                return known.run(variables, call.arrays, then or _nothing)
+                if known.leaves_nothing:
+                    return known.run(variables, call.arrays, then or _nothing)
+                return leaving_nothing(known.run, variables, call.arrays, then or _nothing)
         return leaving_nothing(self._run, call, then, args, kwargs)
 
     def _run(

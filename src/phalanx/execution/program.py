@@ -243,10 +243,12 @@ class Program:
         can_fail = _calls_python(self.jaxpr) or (
             spans_workers and transactions.protects_variables(jax.default_backend())
         )
-        wrappers = [_wrapper(variable) for variable in new]
+        for variable in new:
+            variable._wrap = _wrapper(variable)
+        at_once = [used.is_spread and not isinstance(v, CopiedVariable) for v in new]
         serial = next(_serials)
         self._step, self._loop = (
-            Runner(code, wrappers, can_fail, self._meeting_of(used, serial, loops))
+            Runner(code, at_once, can_fail, self._meeting_of(used, serial, loops))
             for code, loops in ((program, False), (looped, True))
         )
         expect_model([*new, *old])
@@ -402,11 +404,14 @@ class Result:
         self._nest = replace_leaves(nest, self._leaves)
         is_single = self._nest is None and len(self._makers) == 1
         self._single = self._makers[0][1] if is_single else None
+        self._is_none = nest is None
 
     def rebuild(self, outputs: Sequence[jax.Array]) -> Any:
         """The results again, around computed arrays."""
         if self._single is not None:
             return self._single(outputs[0])
+        if self._is_none:
+            return None
         new = list(self._leaves)
         for (i, make), output in zip(self._makers, outputs, strict=True):
             new[i] = make(output)

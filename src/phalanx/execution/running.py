@@ -24,7 +24,8 @@ class Runner:
     Args:
         program: what to run: a function of the arrays of the variables that it writes, of those that it
             only reads, and of the arguments.
-        wrappers: what each of the written variables makes of the array that it gets.
+        at_once: which of the written variables need their own form of the arrays that they get, because
+            other programs could not take those.
         can_fail: whether it may fail after it has begun.
         meeting: says what other workers must run too, given the arguments, if they take part in it.
     """
@@ -32,14 +33,14 @@ class Runner:
     def __init__(
         self,
         program: Callable[..., Any],
-        wrappers: Sequence[Callable[[jax.Array], Any]],
+        at_once: Sequence[bool],
         can_fail: bool,
         meeting: Callable[[list[Any]], Meeting] | None,
     ) -> None:
         self.overwriting = jax.jit(program, donate_argnums=0)
         self.keeping = jax.jit(program)
         self.can_fail, self.meeting = can_fail, meeting
-        self._wrappers = wrappers
+        self._at_once = at_once
         self._compiled: list[Any] = []
 
     def run(
@@ -87,12 +88,13 @@ class Runner:
         Nothing may come between its start, which makes the old arrays useless, and the new ones.
         """
         with transactions.STATE:
-            new = [_own(v) for v in written]
-            old = [_present(v) for v in read]
+            new = [_own(v) if v._fresh is None else v._fresh for v in written]
+            old = [_present(v) if v._fresh is None else v._fresh for v in read]
             (outputs, values), token = THROTTLE.start(self.overwriting, new, old, arrays)
-            for variable, wrap, value in zip(written, self._wrappers, values, strict=True):
-                variable._value = wrap(value)
-                variable._exclusive = True
+            for variable, value, at_once in zip(written, values, self._at_once, strict=True):
+                variable._fresh = value
+                if at_once:
+                    _ = variable._value
             then()
         return outputs, token
 
@@ -137,8 +139,8 @@ class Runner:
             if _is_interrupt(error):
                 raise KeyboardInterrupt from error
             raise
-        for variable, wrap, value in zip(written, self._wrappers, values, strict=True):
-            step.set(variable, wrap(value))
+        for variable, value in zip(written, values, strict=True):
+            step.set(variable, variable._wrap(value))
         step.when_committed(then)
         return outputs
 
