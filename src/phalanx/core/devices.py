@@ -6,6 +6,7 @@ device is ``/job:localhost/replica:0/task:0/device:CPU:0``, as in TensorFlow.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -458,3 +459,14 @@ def _checked_kind(device_type: Any) -> str:
         f"device_type must be one of {', '.join(_KIND_TO_PLATFORM)}, or None for all. "
         f"Received: {shown(device_type)}"
     )
+
+
+def default_device() -> jax.Device:
+    """Where JAX puts new arrays in this thread."""
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return chosen if isinstance(chosen, jax.Device) else _first_device(chosen)
+
+
+@functools.cache
+def _first_device(platform: str | None) -> jax.Device:
+    return jax.local_devices(backend=platform)[0]

@@ -21,7 +21,7 @@ from phalanx.core import lifting, transactions
 from phalanx.core.checks import check_numeric, check_variable
 from phalanx.core.combining import Combiner, Communicator
 from phalanx.core.destinations import checked_pairs, destination_devices
-from phalanx.core.devices import device_name
+from phalanx.core.devices import default_device, device_name
 from phalanx.core.distributed_variables import (
     AggregatingVariable,
     CopiedVariable,
@@ -458,14 +458,6 @@ class StepsContext:
 
 
 # -- helpers ------------------------------------------------------------------------------------
-
-
-def default_device() -> jax.Device:
-    """Where JAX puts new arrays in this thread."""
-    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if isinstance(chosen, jax.Device):
-        return chosen
-    return jax.local_devices(backend=chosen)[0]
 
 
 def _to_device(device: jax.Device | None, x: Any) -> Any:

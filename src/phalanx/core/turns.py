@@ -12,13 +12,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from phalanx.core.callsite import where_is
 from phalanx.core.deadlines import replica_patience
 from phalanx.core.errors import ContextError, DeadlineExceededError
 from phalanx.core.interrupts import uninterrupted
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger("phalanx")
@@ -38,21 +39,25 @@ class Turns:
         self._thread: int | None = None  # which has its turn
         self._holder: weakref.ref[Turn] | None = None
 
-    def run(self, fn: Callable[[], T]) -> T:
+    def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a short function in a turn of its own; no signal handler interrupts it."""
         with uninterrupted():
-            if self._lock.acquire(blocking=False):
-                return self._run(fn)
+            if self._lock.acquire(False):
+                try:
+                    self._thread = threading.get_ident()
+                    return fn(*args, **kwargs)
+                finally:
+                    self._release()
         result: list[T] = []
-        self._until(lambda: result.append(self._run(fn)))
-        return result[0]
 
-    def _run(self, fn: Callable[[], T]) -> T:
-        self._thread = threading.get_ident()
-        try:
-            return fn()
-        finally:
-            self._release()
+        def run() -> None:
+            try:
+                result.append(fn(*args, **kwargs))
+            finally:
+                self._release()
+
+        self._until(run)
+        return result[0]
 
     def begin(self, turn: Turn) -> None:
         """Wait until a turn can begin."""

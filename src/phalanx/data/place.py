@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from phalanx.core.extended import default_device
+from phalanx.core.devices import default_device
 from phalanx.core.placement import Span
 
 if TYPE_CHECKING:

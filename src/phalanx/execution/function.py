@@ -22,9 +22,10 @@ from phalanx.core.turns import Turn, Turns
 from phalanx.core.unwinding import leaving_nothing
 from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
+from phalanx.execution.calls import Call
 from phalanx.execution.captures import Captured
 from phalanx.execution.lifetimes import Table, Whole
-from phalanx.execution.program import Call, Program, Stacked
+from phalanx.execution.program import Program, Stacked
 from phalanx.execution.reasons import (
     ENDED,
     IN_EAGER_STEP,

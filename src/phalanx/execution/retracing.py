@@ -19,8 +19,8 @@ import numpy as np
 
 from phalanx.core.showing import shown
 from phalanx.core.values import PerReplica
+from phalanx.execution.calls import Call
 from phalanx.execution.lifetimes import Table, Whole
-from phalanx.execution.program import Call
 
 _log = logging.getLogger("phalanx")
 

@@ -41,7 +41,7 @@ class Runner:
         self.keeping = jax.jit(program)
         self.can_fail, self.meeting = can_fail, meeting
         self._at_once = at_once
-        self._compiled: list[Any] = []
+        self._compiled: set[Any] = set()
 
     def run(
         self,
@@ -65,16 +65,18 @@ class Runner:
         if self.overwriting not in self._compiled:
             self._compile(self.overwriting, *_present_inputs(written, read), arrays)
         THROTTLE.make_room()
-        overwrite = functools.partial(self._overwrite, written, read, arrays, then)
         if self.meeting is not None:
+            overwrite = functools.partial(self._overwrite, written, read, arrays, then)
             return self._overwrite_together(overwrite, self.meeting(arrays), steps)
-        return (transactions.STEPS.run(overwrite) if written else overwrite())[0]
+        if not written:
+            return self._overwrite(written, read, arrays, then)[0]
+        return transactions.STEPS.run(self._overwrite, written, read, arrays, then)[0]
 
     def _compile(self, code: Any, *inputs: Any) -> None:
         """Compile, before anything waits for the program, and where Ctrl-C can end it."""
         with phases.phase("compile"):
             code.lower(*inputs).compile()
-        self._compiled.append(code)
+        self._compiled.add(code)
 
     def _overwrite(
         self,

@@ -11,7 +11,6 @@ limits memory.
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -59,10 +58,14 @@ class Throttle:
             wait: whether to wait until it has finished, and to raise if it has failed.
         """
         self.make_room()
-        if meeting is None:
-            result, token = self._start(program, args, wait)
-        else:
-            result, token = self.in_order(lambda: self._start(program, args, wait), meeting)
+
+        def start() -> tuple[T, jax.Array]:
+            if not wait:
+                return self.start(program, *args)
+            with self._lock:
+                return program(*args)
+
+        result, token = start() if meeting is None else self.in_order(start, meeting)
         if wait:
             token.block_until_ready()
         return result
@@ -83,14 +86,22 @@ class Throttle:
 
     def start(self, program: Callable[..., tuple[T, jax.Array]], *args: Any) -> tuple[T, jax.Array]:
         """Start a program at once; call `make_room` before."""
-        return self._start(program, args, wait=False)
+        with self._lock:
+            started = program(*args)
+            self._tokens.append(started[1])
+            return started
 
     def make_room(self) -> None:
         """Wait until fewer programs are in flight than there may be."""
-        while len(self._tokens) >= self._limit:
+        tokens = self._tokens
+        while len(tokens) >= self._limit:
+            try:
+                token = tokens.popleft()
+                if not token.is_ready():
+                    token.block_until_ready()
             # Another thread may be quicker; and if the program has failed, its results say so.
-            with contextlib.suppress(IndexError, jax.errors.JaxRuntimeError):
-                self._tokens.popleft().block_until_ready()
+            except (IndexError, jax.errors.JaxRuntimeError):
+                pass
 
     def _keep_order(self) -> None:
         """Wait for the latest program between workers if another thread has dispatched it.
@@ -101,15 +112,6 @@ class Throttle:
         latest = self._latest_between_workers
         if latest is not None and latest[0] != threading.get_ident():
             latest[1].block_until_ready()
-
-    def _start(
-        self, program: Callable[..., tuple[T, jax.Array]], args: tuple[Any, ...], wait: bool
-    ) -> tuple[T, jax.Array]:
-        with self._lock:
-            result, token = program(*args)
-            if not wait:
-                self._tokens.append(token)
-            return result, token
 
     @property
     def in_flight(self) -> int:
