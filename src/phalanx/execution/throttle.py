@@ -96,9 +96,7 @@ class Throttle:
         tokens = self._tokens
         while len(tokens) >= self._limit:
             try:
-                token = tokens.popleft()
-                if not token.is_ready():
-                    token.block_until_ready()
+                tokens.popleft().block_until_ready()
             # Another thread may be quicker; and if the program has failed, its results say so.
             except (IndexError, jax.errors.JaxRuntimeError):
                 pass
