@@ -40,6 +40,7 @@ docs: $(STAMP)          ## build the documentation; any warning fails
 bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the other libraries)
 	$(BIN)/python benchmarks/eager.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/uneven.py
 	$(BIN)/python benchmarks/loops.py
 	$(BIN)/python benchmarks/allreduce.py

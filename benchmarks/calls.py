@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -20,111 +20,127 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import phalanx as px
-from _harness import circumstances, markdown_table, positive, say, spread, write_result
+from _harness import circumstances, markdown_table, positive, say, write_result
+from phalanx.execution.throttle import THROTTLE
 
 BUDGETS = {6: 30, 100: 60}  # microseconds
-CALLS = 10  # in a row, and then both wait
 
 
 @dataclass
 class Case:
-    """What both took, in microseconds per call."""
+    """What calls took, in microseconds."""
 
     variables: int
     replicas: int
-    phalanx: list[float]
-    by_hand: list[float]
-
-    @property
-    def overhead(self) -> list[float]:
-        """The difference, round by round."""
-        return [a - b for a, b in zip(self.phalanx, self.by_hand, strict=True)]
+    around: list[float] = field(default_factory=list)  # Python around the jitted program
+    inside: list[float] = field(default_factory=list)  # the jitted program, until it is dispatched
+    by_hand: list[float] = field(default_factory=list)  # the same by hand
 
 
-def with_phalanx(count: int, replicas: int) -> Callable[[], Any]:
+class Watch:
+    """Times what is inside of a call: the jitted program."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._start = THROTTLE.start
+
+    def start(self, program: Callable[..., Any], *args: Any) -> Any:
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = program(*args)
+            self.seconds = time.perf_counter() - begin
+            return result
+
+        return self._start(timed, *args)
+
+
+def with_phalanx(count: int, replicas: int) -> Callable[[], jax.Array]:
     names = [f"CPU:{i}" for i in range(replicas)]
     strategy = px.MirroredStrategy(names) if replicas > 1 else px.OneDeviceStrategy(names[0])
     with strategy.scope():
-        variables = [px.Variable(jnp.zeros(4)) for _ in range(count)]
-        total = px.Variable(0.0, aggregation=px.VariableAggregation.SUM)
+        variables = [px.Variable(jnp.zeros(8)) for _ in range(count)]
 
-    def step(x: jax.Array) -> None:
-        for v in variables[1:]:
-            v.assign(v.value() + 1.0)
-        total.assign(x)
+    def step(x: jax.Array) -> jax.Array:
+        for v in variables:
+            v.assign_add(jnp.ones(8))
+        return x.sum()
 
-    run = px.function(lambda x: strategy.run(step, args=(x,)))
-    x = strategy.experimental_distribute_values_from_function(lambda _: jnp.float32(1.0))
+    @px.function
+    def run(x: Any) -> Any:
+        return strategy.reduce("sum", strategy.run(step, args=(x,)), axis=None)
+
+    x = strategy.experimental_distribute_values_from_function(lambda _: jnp.ones(8))
     return lambda: run(x)
 
 
-def by_hand(count: int, replicas: int) -> Callable[[], Any]:
+def by_hand(count: int, replicas: int) -> Callable[[], jax.Array]:
     mesh = jax.make_mesh((replicas,), ("replica",), axis_types=(AxisType.Auto,))
     whole, split = PartitionSpec(), PartitionSpec("replica")
 
-    def step(values: list[jax.Array], x: jax.Array) -> list[jax.Array]:
-        return [*(v + 1.0 for v in values[:-1]), jax.lax.psum(x, "replica")[0]]
+    def step(values: list[jax.Array], x: jax.Array) -> Any:
+        return jax.lax.psum(x.sum(), "replica"), [v + jnp.ones(8) for v in values]
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(whole, split), out_specs=whole, check_vma=False)
     run = jax.jit(mapped, donate_argnums=0)
     place = NamedSharding(mesh, whole)
-    values = [*(jax.device_put(jnp.zeros(4), place) for _ in range(count - 1))]
-    state = [[*values, jax.device_put(jnp.float32(0.0), place)]]
-    x = jax.device_put(jnp.ones(replicas), NamedSharding(mesh, split))
+    state = [[jax.device_put(jnp.zeros(8), place) for _ in range(count)]]
+    x = jax.device_put(jnp.ones(8 * replicas), NamedSharding(mesh, split))
 
-    def call() -> list[jax.Array]:
-        state[0] = run(state[0], x)
-        return state[0]
+    def call() -> jax.Array:
+        result, state[0] = run(state[0], x)
+        return result
 
     return call
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Microseconds per call, without waiting for the last program."""
-    begin = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    return (time.perf_counter() - begin) / CALLS * 1e6
-
-
 def measure(variables: int, replicas: int, rounds: int) -> Case:
-    case = Case(variables, replicas, [], [])
+    case = Case(variables, replicas)
     mine, theirs = with_phalanx(variables, replicas), by_hand(variables, replicas)
-    wait = jax.jit(lambda: jnp.zeros(()))
-    for round_ in range(rounds + 20):
-        took = []
-        for call in (mine, theirs):
-            took.append(timed(call))
-            wait().block_until_ready()
-        if round_ >= 20:  # the first ones compile and warm up
-            case.phalanx.append(took[0])
-            case.by_hand.append(took[1])
-    say(f"{variables} variables, {replicas} replica(s): {statistics.median(case.overhead):.0f} us more")
+    watch = Watch()
+    for call in (mine, theirs):
+        for _ in range(20):  # compile, and warm up
+            call().block_until_ready()
+    THROTTLE.start = watch.start  # type: ignore[method-assign]
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        result = mine()
+        took = time.perf_counter() - begin
+        result.block_until_ready()
+        case.around.append(1e6 * (took - watch.seconds))
+        case.inside.append(1e6 * watch.seconds)
+        begin = time.perf_counter()
+        result = theirs()
+        case.by_hand.append(1e6 * (time.perf_counter() - begin))
+        result.block_until_ready()
+    THROTTLE.start = watch._start  # type: ignore[method-assign]
+    say(f"{variables} variables, {replicas} replica(s): {statistics.median(case.around):.0f} us")
     return case
 
 
 def report(cases: Sequence[Case], rounds: int, versions: Sequence[str]) -> str:
-    rows = [["variables", "replicas", "Phalanx, µs", "by hand, µs", "more, µs", "aim"]]
+    head = ["variables", "replicas", "Python around it, µs", "aim", "jitted program, µs", "by hand, µs"]
+    rows = [head]
     for case in cases:
-        quarter = statistics.quantiles(case.overhead, n=4)
+        first, median, third = statistics.quantiles(case.around, n=4)
         rows.append(
             [
                 str(case.variables),
                 str(case.replicas),
-                f"{statistics.median(case.phalanx):.0f}",
-                f"{statistics.median(case.by_hand):.0f}",
-                f"{quarter[1]:.0f} ({spread((quarter[0], quarter[2]))})",
+                f"{median:.0f} ({first:.0f}..{third:.0f})",
                 str(BUDGETS.get(case.variables, "")),
+                f"{statistics.median(case.inside):.0f}",
+                f"{statistics.median(case.by_hand):.0f}",
             ]
         )
     return f"""# Calls
 
 {markdown_table(rows)}
 
-Measured: calls of a compiled function that adds a number to each of its variables and sums one over
-replicas, beside `jax.jit` around `jax.shard_map` that does the same with a list of donated arrays. Both
-run in one process, in turns of {CALLS} calls. Times are medians over {rounds} rounds; "more" is the
-median of the differences in the same round, and where the middle half of them lies.
+Measured: calls of a compiled function that adds to each of its variables and sums a number over
+replicas, and of `jax.jit` around `jax.shard_map` that does the same with a list of donated arrays. Both
+are in one process and take turns, and each call waits for the one before. A call of Phalanx consists
+of Python and of the call of the jitted program, which are given apart; times end when the call
+returns. They are medians over {rounds} calls, with the quartiles of the first.
 
 {circumstances(versions)}
 
@@ -134,7 +150,7 @@ To repeat: `python benchmarks/calls.py --rounds {rounds}`.
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time calls of compiled functions.")
-    parser.add_argument("--rounds", type=positive, default=200, help="rounds (default 200)")
+    parser.add_argument("--rounds", type=positive, default=2000, help="calls (default 2000)")
     parser.add_argument("--variables", type=positive, nargs="+", default=[6, 100])
     parser.add_argument("--replicas", type=positive, nargs="+", default=[1, 2])
     options = parser.parse_args()

@@ -15,14 +15,12 @@ import argparse
 import collections
 import contextlib
 import itertools
-import json
 import math
 import os
 import signal
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -58,10 +56,6 @@ BATCHES = {64: 64, 512: 256, 2048: 256}
 CHECK_STEPS = 10
 LOSS_TOLERANCE = 1e-3  # relative
 MAX_IN_FLIGHT = 16
-
-OVERHEAD_VARIABLES = (1, 6, 100)
-OVERHEAD_REPLICAS = (2, 8)
-OVERHEAD_DEADLINE = 600.0
 
 
 @dataclass(frozen=True)
@@ -502,97 +496,6 @@ def torch_training(problem: Problem, rank: int) -> tuple[Callable[[], None], Cal
     return reset, step
 
 
-# -- the overhead of one call ------------------------------------------------------------------------
-
-
-def overhead_child(replicas: int, calls: int) -> None:
-    """Time calls of a trivial px.function, and of the jitted program inside; prints a line of JSON."""
-    import jax
-    import jax.numpy as jnp
-
-    import phalanx as px
-
-    versions = {"Phalanx": version("phalanx"), "JAX": jax.__version__}
-    print(json.dumps({"versions": versions}), flush=True)
-    strategy = phalanx_strategy(replicas)
-    for count in OVERHEAD_VARIABLES:
-        with strategy.scope():
-            variables = [px.Variable(jnp.zeros(8)) for _ in range(count)]
-
-        def replica_step(x: jax.Array, variables: Sequence[Any] = variables) -> jax.Array:
-            for v in variables:
-                v.assign_add(jnp.ones(8))
-            return x.sum()
-
-        @px.function
-        def trivial(x: Any, replica_step: Callable[..., Any] = replica_step) -> Any:
-            return strategy.reduce("sum", strategy.run(replica_step, args=(x,)), axis=None)
-
-        x = strategy.experimental_distribute_values_from_function(lambda _: jnp.ones(8))
-        print(json.dumps({"variables": count, **_overhead(trivial, x, calls)}), flush=True)
-
-
-def _overhead(function: Any, x: Any, calls: int) -> dict[str, float]:
-    """Medians in microseconds, of calls that each wait for the one before."""
-    from phalanx.execution.throttle import THROTTLE
-
-    # All programs are dispatched by the throttle; here the only one can be seen and timed.
-    dispatch = THROTTLE.dispatch
-    seen: dict[str, Any] = {}
-
-    def dispatch_timed(compiled: Callable[..., Any], *args: Any, **meeting: Any) -> Any:
-        def timed(*args: Any) -> Any:
-            begin = time.perf_counter()
-            result = compiled(*args)
-            seen["seconds"] = time.perf_counter() - begin
-            seen.update(program=compiled, more=args[1:], result=result)
-            return result
-
-        return dispatch(timed, *args, **meeting)
-
-    function(x).block_until_ready()
-    around, inside, whole, bare = [], [], [], []
-    for turn in range(2 * max(calls // 100, 1)):
-        if turn % 2:  # the program alone, with its own results as inputs
-            program, more, ((_, values), _) = seen["program"], seen["more"], seen["result"]
-            values = [v.copy() for v in values]
-            for _ in range(50):
-                begin = time.perf_counter()
-                (outputs, values), token = program(values, *more)
-                outputs[0].block_until_ready()
-                bare.append(time.perf_counter() - begin)
-                token.block_until_ready()
-        else:
-            THROTTLE.dispatch = dispatch_timed  # type: ignore[method-assign]
-            for _ in range(50):
-                begin = time.perf_counter()
-                result = function(x)
-                called = time.perf_counter()
-                result.block_until_ready()
-                whole.append(time.perf_counter() - begin)
-                around.append(called - begin - seen["seconds"])
-                inside.append(seen["seconds"])
-                seen["result"][1].block_until_ready()
-            THROTTLE.dispatch = dispatch  # type: ignore[method-assign]
-    medians = {"around": around, "inside": inside, "whole": whole, "bare": bare}
-    return {name: 1e6 * statistics.median(samples) for name, samples in medians.items()}
-
-
-def measure_overhead(calls: int) -> list[list[str]]:
-    """The rows of the table."""
-    rows = [["replicas", "variables", "Python around it", "jitted call", "px.function", "jitted alone"]]
-    for replicas in OVERHEAD_REPLICAS:
-        say(f"{replicas} replicas: overhead of one call")
-        arguments = [__file__, "child", "overhead", str(calls), str(replicas)]
-        with Child(f"overhead ({replicas} replicas)", Path(sys.executable), arguments) as child:
-            child.versions()
-            for _ in OVERHEAD_VARIABLES:
-                found = child.receive("overhead", OVERHEAD_DEADLINE)
-                times = [f"{found[k]:.0f}" for k in ("around", "inside", "whole", "bare")]
-                rows.append([str(replicas), str(found["variables"]), *times])
-    return rows
-
-
 # -- measuring -----------------------------------------------------------------------------------
 
 
@@ -689,7 +592,6 @@ def columns(problem: Problem) -> list[str]:
 
 def report(
     measurements: Sequence[Measurement],
-    overhead: Sequence[Sequence[str]],
     versions: Sequence[str],
     load: float,
     options: argparse.Namespace,
@@ -726,19 +628,6 @@ Each variant has a process of its own, and one computes at a time. Rounds take t
 rotates, and start from the initial parameters; their first step is not timed, and their time ends
 when all devices have finished. The losses of all variants agreed to {LOSS_TOLERANCE:g} of the loss
 after {CHECK_STEPS} steps from the same weights, before the first round and after the last.
-
-## Overhead of one call
-
-Microseconds of one call of a `px.function` that adds to each variable and sums one number over the
-replicas; medians of calls that each wait for the one before.
-
-{markdown_table(overhead)}
-
-"Python around it" is what the call takes except for the jitted program that it calls, and "jitted call"
-is the time until that program's call returns, which may be before it has finished. "px.function" is a
-whole call until its result is there, and "jitted alone" the same for the jitted program without
-Phalanx. They can differ by more than the Python around it: small programs also take longer when they
-are called alone, but after a pause.
 
 ## Circumstances
 
@@ -793,9 +682,6 @@ def plot(measurements: Sequence[Measurement], path: Path) -> None:
 
 def child_main(key: str, number: str, replicas: str) -> None:
     """What a child does; `number` is the width of its MLP."""
-    if key == "overhead":
-        overhead_child(int(replicas), calls=int(number))
-        return
     mains = {
         PHALANX.key: phalanx_child,
         HAND.key: hand_child,
@@ -848,7 +734,6 @@ def main() -> int:
             for v in VARIANTS
             if v.peer is None or v.peer in options.peers
         }
-        overhead = measure_overhead(200 if options.quick else 2000)
         for width, replicas in itertools.product(options.sizes, options.replicas):
             seconds = 0.2 if options.quick else 1.3
             problem = Problem(width, replicas)
@@ -856,7 +741,7 @@ def main() -> int:
     except (BenchmarkError, PeerError) as error:
         say(f"error: {error}")
         return 1
-    text = report(measurements, overhead, versions, load, options)
+    text = report(measurements, versions, load, options)
     print(text)
     if not options.quick:
         write_result("step.md", text)

@@ -11,6 +11,7 @@ limits memory.
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -95,11 +96,9 @@ class Throttle:
         """Wait until fewer programs are in flight than there may be."""
         tokens = self._tokens
         while len(tokens) >= self._limit:
-            try:
-                tokens.popleft().block_until_ready()
             # Another thread may be quicker; and if the program has failed, its results say so.
-            except (IndexError, jax.errors.JaxRuntimeError):
-                pass
+            with contextlib.suppress(IndexError, jax.errors.JaxRuntimeError):
+                tokens.popleft().block_until_ready()
 
     def _keep_order(self) -> None:
         """Wait for the latest program between workers if another thread has dispatched it.
