@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -526,3 +527,16 @@ def test_arrays_that_are_divided_over_devices_stay_divided() -> None:
     result = px.function(lambda x: x * 2)(jax.device_put(jnp.arange(8.0), divided))
     assert result.sharding == divided
     np.testing.assert_array_equal(result + 1, np.arange(8.0) * 2 + 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_copies_of_variables_have_arrays_of_their_own(replicas: int) -> None:
+    strategy = px.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+    with strategy.scope():
+        v = px.Variable(jnp.ones(3))
+    double = px.function(lambda: strategy.run(lambda: v.assign(v.value() * 2)))
+    double()
+    clone = copy.deepcopy(v)
+    double()
+    np.testing.assert_array_equal(clone.numpy(), [2.0, 2.0, 2.0])
+    np.testing.assert_array_equal(v.numpy(), [4.0, 4.0, 4.0])

@@ -20,6 +20,7 @@ from phalanx.core import compat, lifting, transactions
 from phalanx.core import context as ctx
 from phalanx.core.devices import device_name
 from phalanx.core.errors import ContextError, InternalError, InvalidTypeError, InvalidValueError
+from phalanx.core.holding import Holder
 from phalanx.core.indexed_slices import IndexedSlices, checked_slices
 from phalanx.core.operators import ArrayOperators, operand_of
 from phalanx.core.pickling import StaysHere
@@ -53,7 +54,7 @@ class VariableMeta(type):
         return create_variable(*args, **kwargs)
 
 
-class Variable(StaysHere, Leaf, ArrayOperators, metaclass=VariableMeta):
+class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
     """A value that can be read and replaced.
 
     Args:
@@ -104,28 +105,7 @@ class Variable(StaysHere, Leaf, ArrayOperators, metaclass=VariableMeta):
         self._strategy = strategy
         self._device = device
         self._value = spec.value if device is None else place(spec.value, device)
-        self._exclusive = False
-        """Whether nobody else can have the arrays it holds, so that a program may overwrite them."""
         register(self)
-
-    _wrap: Callable[[jax.Array], Any]
-    """Makes what the variable holds of an array that a program gives."""
-    _fresh: jax.Array | None
-    """What a program gave, if nobody has looked at it since: most are given to the next program."""
-
-    @property
-    def _value(self) -> Any:
-        """What the variable holds."""
-        if self._fresh is not None:
-            with transactions.STATE:
-                if self._fresh is not None:
-                    self._stored, self._exclusive = self._wrap(self._fresh), True
-                    self._fresh = None
-        return self._stored
-
-    @_value.setter
-    def _value(self, held: Any) -> None:
-        self._stored, self._fresh = held, None
 
     # -- description ----------------------------------------------------------------------------
 
@@ -210,13 +190,6 @@ class Variable(StaysHere, Leaf, ArrayOperators, metaclass=VariableMeta):
             )
         step = transactions.current()
         return self._committed() if step is None else step.held(self)
-
-    def _committed(self) -> Any:
-        """What the variable held after the latest step."""
-        with transactions.STATE:
-            held = self._value
-            self._exclusive = False  # the caller may keep it
-            return held
 
     def _check_access(self, what: str) -> None:
         """Refuse use in a foreign strategy's scope; plain variables can be used anywhere."""

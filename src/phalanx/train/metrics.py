@@ -164,9 +164,9 @@ def _known(x: Any, dtype: Any = None) -> jax.Array:
     """An array to count: metrics have no derivatives, also where one is being computed."""
     try:
         array: jax.Array = compat.primal_value(jnp.asarray(x, dtype))
-    except PhalanxError:
+    except (PhalanxError, SystemError):  # which NumPy makes of an interrupt
         raise
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         raise InvalidTypeError(
             f"A metric counts numbers: arrays or lists of them. Received: {shown(x)}"
         ) from error
