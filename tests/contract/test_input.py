@@ -70,6 +70,34 @@ def test_training_over_uneven_epochs_equals_one_device(world: World) -> None:
     check_training(world, "AUTO")
 
 
+def test_an_epoch_in_a_function_is_compiled_step_by_step(world: World) -> None:
+    w = world.variable(jnp.zeros(5), aggregation=px.VariableAggregation.SUM)
+    calls = []
+
+    def epoch(batches: Any) -> list[Any]:
+        losses = []
+        for x, y in batches:
+
+            def step(x: jax.Array, y: jax.Array) -> jax.Array:  # another object in each round
+                calls.append(x.shape)
+                errors = x @ w - y
+                w.assign_sub(0.1 / BATCH * (errors @ x))
+                return errors @ errors / BATCH
+
+            per_replica = world.strategy.run(step, args=(x, y))
+            losses.append(world.strategy.reduce("sum", per_replica, axis=None))
+        return losses
+
+    run = px.function(epoch) if world.executor.name == "compiled" else epoch
+    dist = world.strategy.experimental_distribute_dataset(dataset())
+    losses = [*run(dist), *run(dist)]
+    expected_w, expected_losses = reference(2)
+    np.testing.assert_allclose([float(loss) for loss in losses], expected_losses, rtol=2e-5)
+    np.testing.assert_allclose(w.numpy(), expected_w, rtol=2e-5)
+    if world.executor.name == "compiled":
+        assert len(calls) <= 2 * len(set(calls))  # not once for each of the six steps
+
+
 @pytest.mark.parametrize("policy", ["OFF", "DATA"])
 def test_the_policy_makes_no_difference(policy: str) -> None:
     check_training(World(STRATEGIES["mirrored_3"](), EagerExecutor()), policy)

@@ -152,10 +152,11 @@ class Function:
         if self._is_run:
             self._say_eager(reason)
             return transactions.atomically(self._call_python, None, taken, args, kwargs)
-        compiled = []
+        has_runs = False
 
         def run(strategy: Strategy, fn: Any, args: Sequence[Any], kwargs: Any) -> Any:
-            compiled.append(fn)
+            nonlocal has_runs
+            has_runs = True
             return self._run_step(strategy, Captured(fn), args, kwargs)
 
         try:
@@ -163,7 +164,7 @@ class Function:
                 return stepwise.running_steps(run, self.python_function, *args, **kwargs)
             return transactions.atomically(self._call_python, run, taken, args, kwargs)
         finally:
-            if not compiled:
+            if not has_runs:
                 self._say_eager(reason)
 
     def _call_python(
