@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from phalanx.core import compat
+from phalanx.core.host_memory import expect_buffer
 from phalanx.core.reduction import ReduceOp, mean_dtype
 
 LARGE_TENSOR_BYTES = 1 << 20
@@ -36,6 +37,7 @@ def all_reduce(
     op: ReduceOp, column: Sequence[jax.Array], devices: Sequence[jax.Device]
 ) -> list[jax.Array]:
     """The sum or mean of one array per device, on every device; the copies share their memory."""
+    expect_buffer(column[0].nbytes)
     views = [np.asarray(x) for x in column]
     dtype = np.dtype(mean_dtype(views[0].dtype)) if op is ReduceOp.MEAN else views[0].dtype
     total = _aligned_empty(views[0].shape, dtype)
