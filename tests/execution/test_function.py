@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from typing import Any
 
@@ -540,3 +541,20 @@ def test_copies_of_variables_have_arrays_of_their_own(replicas: int) -> None:
     double()
     np.testing.assert_array_equal(clone.numpy(), [2.0, 2.0, 2.0])
     np.testing.assert_array_equal(v.numpy(), [4.0, 4.0, 4.0])
+
+
+def test_arrays_that_were_read_are_not_kept() -> None:
+    v = px.Variable(jnp.zeros(1000))
+    step = px.function(lambda: (v.assign_add(jnp.ones(1000)), None)[1])
+
+    def kept() -> int:
+        gc.collect()
+        return sum(x.shape == (1000,) for x in jax.live_arrays())
+
+    step()
+    step()
+    before = kept()
+    v.numpy()
+    for _ in range(3):
+        step()
+    assert kept() <= before

@@ -107,6 +107,7 @@ def test_comparing_outside_of_replicas_is_refused(strategy: px.Strategy) -> None
     assert (value == None) is False  # noqa: E711 - as some code asks
     assert (value != None) is True  # noqa: E711 - as above
     assert value in [None, value]
+    assert made(strategy) not in [value, "text"]
     assert len({value, value}) == 1
     found = strategy.run(lambda: (value == 1, value != 1))
     np.testing.assert_array_equal(found[0].values[0], [False, True])

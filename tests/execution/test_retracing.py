@@ -24,14 +24,22 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_a_number_that_changes_becomes_an_input() -> None:
-    f = px.function(lambda x, n, m: x * n + m)
-    results = [float(f(jnp.float32(2.0), n, 0.5)) for n in range(20)]
-    assert results == [2.0 * n + 0.5 for n in range(20)]
-    assert f.trace_count == 2
-    assert float(f(jnp.float32(2.0), 3, 1.5)) == 7.5
-    assert float(f(jnp.float32(2.0), 5, 2.5)) == 12.5
+def test_plain_numbers_are_constants() -> None:
+    """Python computes with them without limits."""
+    f = px.function(lambda n, x: x * (n * 60000 * 1024 / 1e9))
+    results = [float(f(n, jnp.float32(1))) for n in (30, 40, 50)]
+    np.testing.assert_allclose(results, [n * 60000 * 1024 / 1e9 for n in (30, 40, 50)])
     assert f.trace_count == 3
+    same = px.function(lambda x, n: (n, x * (2.0 if isinstance(n, int) else 3.0)))
+    assert [same(jnp.float32(1), n)[0] for n in (1, 2, 3)] == [1, 2, 3]
+    assert float(same(jnp.float32(1), 3)[1]) == 2.0
+
+
+def test_a_number_of_a_state_becomes_an_input_when_it_changes() -> None:
+    f = px.function(lambda state: state.weights * state.step)
+    results = [float(f(State(n, jnp.float32(2.0)))) for n in range(20)]
+    assert results == [2.0 * n for n in range(20)]
+    assert f.trace_count == 2
 
 
 def test_a_state_that_counts_its_steps(caplog: pytest.LogCaptureFixture) -> None:
@@ -59,29 +67,30 @@ def test_a_state_that_counts_its_steps(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_weak_types_are_those_of_python_numbers() -> None:
-    f = px.function(lambda x, n: x * n)
+    f = px.function(lambda state: state.weights * state.step)
     for n in (1.5, 2.5):
-        assert f(jnp.ones(2, jnp.bfloat16), n).dtype == jnp.bfloat16
+        assert f(State(n, jnp.ones(2, jnp.bfloat16))).dtype == jnp.bfloat16
     for n in (1, 2):
-        assert f(jnp.ones(2, jnp.int8), n).dtype == jnp.int8
+        assert f(State(n, jnp.ones(2, jnp.int8))).dtype == jnp.int8
     assert f.trace_count == 4
 
 
 def test_numbers_that_the_function_must_know_stay_constants(caplog: pytest.LogCaptureFixture) -> None:
     @px.function
-    def repeat(x: jax.Array, times: int, scale: float) -> jax.Array:
-        for _ in range(times):
-            x = x * scale
+    def repeat(state: State) -> jax.Array:
+        x = state.weights
+        for _ in range(state.step):
+            x = x * 2.0
         return x
 
     for times in range(1, 5):
-        assert float(repeat(jnp.float32(1.0), times, 2.0)) == 2.0**times
+        assert float(repeat(State(times, jnp.float32(1.0)))) == 2.0**times
     assert warnings_of(caplog) == []
     for times in range(5, 10):
-        assert float(repeat(jnp.float32(1.0), times, 2.0)) == 2.0**times
+        assert float(repeat(State(times, jnp.float32(1.0)))) == 2.0**times
     (said,) = warnings_of(caplog)
     assert "repeat was traced 5 times" in said
-    assert "times changed from 4 to 5" in said
+    assert "state.step changed from 4 to 5" in said
 
 
 def test_truths_and_large_numbers_stay_constants() -> None:

@@ -160,6 +160,114 @@ def test_steps_with_a_state_of_their_own_are_taken_as_they_are(two: px.Strategy)
     assert (count, seen) == (1, ["traced"])
 
 
+def scaled_steps() -> dict[str, Any]:
+    """Ways to write a step, given what returns the present scale."""
+
+    def wrapped(scale: Any) -> Any:
+        @functools.wraps(scale)
+        def step(x: Any) -> Any:
+            return x.sum() * scale()
+
+        return step
+
+    def gradient(scale: Any) -> Any:
+        return lambda x: jax.grad(lambda y: jnp.sum(y * scale()))(x).sum() * x[0, 0] / 3
+
+    def with_attribute(scale: Any) -> Any:
+        def step(x: Any) -> Any:
+            return x.sum() * scale()
+
+        step.about = "a step"  # type: ignore[attr-defined]
+        return step
+
+    def recursive(scale: Any) -> Any:
+        def step(x: Any, depth: int = 1) -> Any:
+            return x.sum() * scale() if depth == 0 else step(x, depth - 1)
+
+        return step
+
+    def counting(scale: Any) -> Any:
+        count = 0
+
+        def step(x: Any) -> Any:
+            nonlocal count
+            count += 1
+            return x.sum() * scale()
+
+        return step
+
+    return {f.__name__: f for f in (wrapped, gradient, with_attribute, recursive, counting)}
+
+
+@pytest.mark.parametrize("kind", scaled_steps())
+def test_captured_values_are_those_of_the_round(two: px.Strategy, kind: str) -> None:
+    @px.function
+    def epoch(dataset: Any) -> list[Any]:
+        results, scale = [], jnp.float32(1.0)
+        step = scaled_steps()[kind](lambda: scale)
+        for x in dataset:
+            results.append(two.run(step, args=(x,)))
+            scale = scale * 10
+        return results
+
+    ones = px.data.Dataset.from_tensor_slices(np.ones((12, 3), np.float32)).batch(4)
+    results = epoch(two.experimental_distribute_dataset(ones))
+    wanted = 2.0 if kind == "gradient" else 6.0
+    for i, result in enumerate(results):
+        assert float(result.values[1]) == pytest.approx(wanted * 10**i)
+
+
+def test_captured_lists_that_a_step_changes(two: px.Strategy, caplog: pytest.LogCaptureFixture) -> None:
+    @px.function
+    def epoch(dataset: Any) -> Any:
+        total = [jnp.float32(0.0)]
+
+        def step(x: Any) -> None:
+            total[0] = total[0] + x.sum()
+
+        for x in dataset:
+            two.run(step, args=(x,))
+        return total[0]
+
+    ones = px.data.Dataset.from_tensor_slices(np.ones((12, 3), np.float32)).batch(4)
+    assert float(epoch(two.experimental_distribute_dataset(ones))) == 36.0
+    (said,) = warnings_of(caplog)
+    assert "step runs eagerly" in said
+    assert "changes a list or a dict" in said
+
+
+def test_captured_values_that_a_step_looks_at(two: px.Strategy) -> None:
+    @px.function
+    def epoch(dataset: Any) -> list[Any]:
+        results, best, size = [], jnp.float32(0.0), np.int64(2)
+        mask = np.array([True, False, True])
+        for i, x in enumerate(dataset):
+
+            def step(x: Any) -> Any:
+                if best > 1:
+                    return jnp.float32(-1.0)
+                return x[:, mask].sum() + jnp.zeros(int(size)).sum()
+
+            results.append(two.run(step, args=(x,)))
+            best = jnp.float32(i + 1)
+        return results
+
+    ones = px.data.Dataset.from_tensor_slices(np.ones((12, 3), np.float32)).batch(4)
+    results = epoch(two.experimental_distribute_dataset(ones))
+    assert [float(r.values[0]) for r in results] == [4.0, 4.0, -1.0]
+
+
+def test_equal_tuples_need_no_new_program(two: px.Strategy) -> None:
+    @px.function
+    def epoch(dataset: Any) -> None:
+        for x in dataset:
+            shape = tuple(map(int, "12"))  # another object in each round
+            two.run(lambda x: x.sum() * jnp.ones(shape).sum(), args=(x,))
+
+    epoch(batches(two, rows=12))
+    assert epoch.trace_count <= 2  # the function, and its step
+
+
 def test_what_cannot_be_compiled_runs_eagerly_and_says_so(
     two: px.Strategy, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,3 +421,12 @@ class TestLoopsInFunctions:
 
         iterator = iter(batches(two, rows=42))  # the third call gets three, the last one is partial
         assert [epoch(iterator) for _ in range(4)] == [4, 4, 3, 0]
+
+    def test_single_steps_and_other_iterators(self, two: px.Strategy) -> None:
+        compiled = px.function(lambda x: two.run(lambda x: x.sum(), args=(x,)))
+        once = px.function(lambda iterator: px.train.loop(compiled, iterator, steps=1))
+        (result,) = once(iter(batches(two, rows=4)))
+        assert float(sum(result.values)) == pytest.approx(6.0)
+        several = px.function(lambda x: px.train.loop(compiled, iter([x, x * 2]), steps=2))
+        first, second = several(jnp.ones((2, 3)))
+        assert [float(first.values[0]), float(second.values[1])] == [6.0, 12.0]

@@ -24,6 +24,9 @@ class Holder:
     _fresh: jax.Array | None = None
     """What a program gave, if nobody has looked at it since."""
 
+    _stored: Any = None
+    """What is held, unless it is fresh."""
+
     _wrap: Callable[[jax.Array], Any]
     """Makes what is held of what a program gives."""
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from phalanx.core.errors import InvalidTypeError
 
+_COMPARABLE = (int, float, complex, np.ndarray, np.generic, jax.Array)
 _Binary = Callable[[Any, Any], Any]
 
 
@@ -81,7 +82,7 @@ class ArrayOperators:
     __gt__, __ge__ = _forward(operator.gt), _forward(operator.ge)
 
     def __eq__(self, other: object) -> Any:
-        if other is None or (other is self and self._operand() is None):
+        if not isinstance(other, _COMPARABLE) and self._operand() is None:
             return other is self
         return self._operand_or_type_error() == operand_of(other)
 

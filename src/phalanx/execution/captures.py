@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
 from phalanx.execution.lifetimes import KeptIdentity, Whole
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, DistributedValues, Variable)
-_SIMPLE = (*_ARRAYS, int, float, complex, str)
+_ARRAYS = (jax.Array, np.ndarray, DistributedValues, Variable)
+_SIMPLE = (*_ARRAYS, int, float, complex, str, bytes)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -36,6 +37,15 @@ class Captured:
     def __init__(self, fn: Callable[..., Any], around: tuple[Any, ...] = ()) -> None:
         self.x = fn
         self._around = around
+        self._copies: list[tuple[Any, Any]] = []  # of captured lists and dicts, and what was in them
+
+    def check_unchanged(self) -> None:
+        """Refuse a function that has changed a copy of a list or dict that it captured."""
+        for copy, before in self._copies:
+            now = jax.tree.flatten(copy)
+            same = now[1] == before[1] and all(map(operator.is_, now[0], before[0]))
+            if not same:
+                raise ChangesCaptured
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
         """What it has captured, and how to make it again."""
@@ -47,7 +57,17 @@ class Captured:
     def tree_unflatten(cls, form: Any, children: Sequence[Any]) -> Captured:
         """The callable with other arrays."""
         parts = [x.x if isinstance(x, Captured | Whole) else x for x in children]
-        return cls(form.rebuild(parts))
+        made = cls(form.rebuild(parts))
+        for x in children:
+            if isinstance(x, Captured):
+                made._copies += x._copies
+            elif isinstance(x, list | dict):
+                made._copies.append((x, jax.tree.flatten(x)))
+        return made
+
+
+class ChangesCaptured(Exception):
+    """A function changes a list or a dict with arrays that it captured."""
 
 
 def _as_child(x: Any, around: tuple[Any, ...]) -> Any:
@@ -61,6 +81,8 @@ def _as_child(x: Any, around: tuple[Any, ...]) -> Any:
 def _is_value(x: Any) -> bool:
     """Whether something is a value, of which a copy is as good, and no object with a state."""
     if isinstance(x, _SIMPLE) or x is None:
+        return True
+    if isinstance(x, tuple) and all(map(_is_value, x)):
         return True
     parameters = getattr(type(x), "__dataclass_params__", None)
     if not isinstance(x, list | tuple | dict) and not (parameters and parameters.frozen):
@@ -104,6 +126,7 @@ class _Plain:
     names: tuple[str, str, str]
     defaults: int
     keywords: tuple[str, ...]
+    attributes: tuple[str, ...]
 
     def rebuild(self, parts: Sequence[Any]) -> Any:
         cells = len(self.code.co_freevars)
@@ -111,7 +134,9 @@ class _Plain:
         defaults = tuple(parts[cells : cells + self.defaults])
         name, qualname, module = self.names
         fn = types.FunctionType(self.code, self.namespace.x, name, defaults, closure)
-        fn.__kwdefaults__ = dict(zip(self.keywords, parts[cells + self.defaults :], strict=True))
+        rest = iter(parts[cells + self.defaults :])
+        fn.__kwdefaults__ = {name: next(rest) for name in self.keywords}
+        fn.__dict__.update({name: next(rest) for name in self.attributes})
         fn.__qualname__, fn.__module__ = qualname, module
         return fn
 
@@ -122,32 +147,71 @@ def _taken_apart(fn: Any, around: tuple[Any, ...]) -> tuple[Any, Sequence[Any]]:
     if type(fn) is functools.partial:
         return _Partial(tuple(fn.keywords)), (fn.func, *fn.args, *fn.keywords.values())
     calls_itself = any(fn is outer for outer in around)
-    if not isinstance(fn, types.FunctionType) or calls_itself or not _can_be_rebuilt(fn):
+    if not isinstance(fn, types.FunctionType) or calls_itself:
         return _AsItIs(), (Whole(fn),)
-    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+    if not _can_be_rebuilt(fn):
+        return _AsItIs(), (Whole(fn), *_watched(fn, []))
+    cells = _contents(fn)
     defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
     names = (fn.__name__, fn.__qualname__, fn.__module__)
-    form = _Plain(fn.__code__, KeptIdentity(fn.__globals__), names, len(defaults), tuple(keywords))
-    return form, (*cells, *defaults, *keywords.values())
+    attributes = dict(fn.__dict__)
+    form = _Plain(
+        fn.__code__,
+        KeptIdentity(fn.__globals__),
+        names,
+        len(defaults),
+        tuple(keywords),
+        tuple(attributes),
+    )
+    return form, (*cells, *defaults, *keywords.values(), *attributes.values())
+
+
+def _watched(fn: types.FunctionType, seen: list[Any]) -> list[Any]:
+    """What a function that must be taken as it is has captured: another value needs another program.
+
+    Names that it assigns are its own business.
+    """
+    seen.append(fn)
+    own = _assigned(fn.__code__)
+    found: list[Any] = []
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            x = cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+        if name in own or any(x is y for y in seen):
+            continue
+        if isinstance(x, types.FunctionType):
+            found += [Whole(x), *_watched(x, seen)]
+        else:
+            found.append(x if isinstance(x, int | float | complex | str | bytes) else Whole(x))
+    return found
+
+
+def _calls_itself(fn: types.FunctionType) -> bool:
+    return any(x is fn for x in _contents(fn))
+
+
+def _contents(fn: types.FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in fn.__closure__ or ()]
 
 
 def _can_be_rebuilt(fn: types.FunctionType) -> bool:
-    if fn.__dict__ or _assigns_captured(fn.__code__):
+    if _assigned(fn.__code__):
         return False
     try:
-        for cell in fn.__closure__ or ():
-            _ = cell.cell_contents
+        return not _calls_itself(fn)
     except ValueError:  # a name that has no value yet
         return False
-    return True
 
 
 @functools.lru_cache(maxsize=1000)
-def _assigns_captured(code: types.CodeType) -> bool:
-    """Whether a function assigns to names of the function around it."""
-    free = set(code.co_freevars)
-    inner = any(_assigns_captured(x) for x in code.co_consts if isinstance(x, types.CodeType))
-    return inner or any(
-        instruction.opname in ("STORE_DEREF", "DELETE_DEREF") and instruction.argval in free
+def _assigned(code: types.CodeType) -> frozenset[str]:
+    """The names of the function around it that a function, or one inside of it, assigns to."""
+    inner = [_assigned(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    names = {
+        instruction.argval
         for instruction in dis.get_instructions(code)
-    )
+        if instruction.opname in ("STORE_DEREF", "DELETE_DEREF")
+    }
+    return frozenset(names.union(*inner) & set(code.co_freevars))

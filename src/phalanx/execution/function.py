@@ -34,6 +34,8 @@ from phalanx.execution.reasons import (
     ROUNDS,
     Reason,
     cannot_join,
+    failed_to_trace,
+    first_line,
 )
 from phalanx.execution.retracing import ChangingNumbers, TraceWatch
 from phalanx.execution.signatures import fitted
@@ -80,11 +82,12 @@ class Function:
         self.python_function = python_function
         self.input_signature = None if input_signature is None else tuple(input_signature)
         self._is_run = is_run
+        self._may_fail = False  # to be traced: then it runs eagerly
         self._programs: Table[Program | Reason] = Table()
         self._tracing = Turns(f"trace {self.__name__}")
         self._sources: Table[tuple[Source, ...]] = Table()
         self.unbound: Function | None = None
-        self._runs: dict[str, Function] = {}
+        self._runs: dict[tuple[str, bool], Function] = {}
         self._traces = [0]  # shared with the functions that run it on replicas
         self._made_variables = False
         self._numbers = ChangingNumbers()
@@ -164,7 +167,7 @@ class Function:
                 return stepwise.running_steps(run, self.python_function, *args, **kwargs)
             return transactions.atomically(self._call_python, run, taken, args, kwargs)
         finally:
-            if not has_runs:
+            if not has_runs and reason is not ENDED:  # where px.train.loop has compiled steps
                 self._say_eager(reason)
 
     def _call_python(
@@ -194,11 +197,13 @@ class Function:
     ) -> Any:
         """Run a step on all replicas, as a program of its own."""
         name: str = getattr(step.x, "__name__", type(step.x).__name__)
-        known = self._runs.get(name)
+        is_captured = isinstance(step, Captured)
+        known = self._runs.get((name, is_captured))
         if known is None:
-            known = self._runs[name] = Function(_run, is_run=True)
+            known = self._runs[name, is_captured] = Function(_run, is_run=True)
             known.__name__ = name
             known._traces = self._traces
+            known._may_fail = is_captured  # nobody has asked for it to be compiled
         return known(strategy, step, tuple(args), dict(kwargs or {}))
 
     def _find(
@@ -344,11 +349,12 @@ class Function:
         except CannotJoin as reason:
             return cannot_join(str(reason))
         except Exception as error:
+            if self._may_fail:
+                return failed_to_trace(error)
             if not call.is_uneven:
                 raise
             # What cannot be traced may run eagerly. If not, the error there says on which replica.
-            first_line = (str(error).splitlines() or [""])[0][:200]
-            return cannot_join(f"tracing failed with {type(error).__name__}: {first_line}")
+            return cannot_join(f"tracing failed with {first_line(error)}")
 
     def _trace_once(self, call: Call, taken: Taken) -> Program | list[Variable]:
         self._traces[0] += 1
@@ -433,9 +439,9 @@ def function(
 
     Args:
         fn: the function. Arrays, NumPy arrays and distributed values are inputs of the program; other
-            Python values are constants of it, and another value means another program. Numbers that
-            change become inputs, unless the function must know them. Variables may be captured or
-            passed.
+            Python values are constants of it, and another value means another program. Numbers in
+            objects with arrays, such as training states, become inputs when they change. Variables may
+            be captured or passed.
         input_signature: a nest of `TensorSpec` that arguments must fit; numbers become arrays.
 
     Examples:
@@ -464,4 +470,7 @@ def _nothing() -> None:
 def _run(
     strategy: Strategy, step: Captured | Whole, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    return strategy.run(step.x, args=args, kwargs=kwargs)
+    result = strategy.run(step.x, args=args, kwargs=kwargs)
+    if isinstance(step, Captured):
+        step.check_unchanged()
+    return result

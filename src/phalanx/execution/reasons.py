@@ -40,3 +40,17 @@ def cannot_join(reason: str) -> Reason:
         f"replicas hold different shapes, and {reason}",
         "Use batches that divide evenly, as with drop_remainder=True",
     )
+
+
+def failed_to_trace(error: Exception) -> Reason:
+    """What a step does cannot be traced, but Python can run it."""
+    return Reason(
+        f"tracing it failed with {first_line(error)}",
+        "Give what it must know as an argument that is no array, and return what it changes",
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error, and how its text begins."""
+    text = (str(error) or type(error).__doc__ or "").splitlines() or [""]
+    return f"{type(error).__name__}: {text[0][:200]}"

@@ -1,7 +1,9 @@
 """Functions that are traced again and again: what changed, and what can be done.
 
-Python values are constants of a program, so another value needs another program. A number that changes
-from call to call becomes an input instead, if the function need not know its value.
+Python values are constants of a program, so another value needs another program. A number in an object
+that also has arrays, such as the step of a training state, becomes an input when it changes, if the
+function need not know its value. Other numbers stay constants, because Python computes with them
+without limits and JAX with 32 bits.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import numpy as np
 from phalanx.core.showing import shown
 from phalanx.core.values import PerReplica
 from phalanx.execution.calls import Call
+from phalanx.execution.captures import Captured
 from phalanx.execution.lifetimes import Table, Whole
 
 _log = logging.getLogger("phalanx")
@@ -49,6 +52,7 @@ class ChangingNumbers:
             for place, constant in enumerate(call.constants)
             if constant is not None and _is_number(constant.value)
         }
+        numbers = {place: numbers[place] for place in _in_states(call) if place in numbers}
         if not numbers:
             return None
         form = call.key_without(numbers)
@@ -64,11 +68,36 @@ class ChangingNumbers:
 
     def must_be_known(self, call: Call) -> None:
         """Note that the function needs the values of the numbers of a call, as in ``range(n)``."""
-        numbers = [place for place, x in enumerate(call.constants) if x and _is_number(x.value)]
+        places = _in_states(call)
+        numbers = [i for i, x in enumerate(call.constants) if x and i in places and _is_number(x.value)]
         known = self._known.get(call.key_without(numbers))
         if known is not None:
             known.constants |= known.inputs
             known.inputs = set()
+
+
+def _in_states(call: Call) -> list[int]:
+    """The places of leaves that are in an object with arrays, such as the state of a training."""
+    found: list[int] = []
+
+    def look(treedef: Any, first: int) -> None:
+        data = treedef.node_data()
+        if data is None:
+            return
+        places = range(first, first + treedef.num_leaves)
+        if data[0] not in _CONTAINERS:
+            if any(call.constants[place] is None for place in places):
+                found.extend(places)
+            return
+        for child in treedef.children():
+            look(child, first)
+            first += child.num_leaves
+
+    look(call.treedef, 0)
+    return found
+
+
+_CONTAINERS = (tuple, list, dict, type(None), Captured)
 
 
 def _is_number(x: Any) -> bool:
@@ -160,7 +189,7 @@ def _described(
 
 def _text(x: Any) -> tuple[str, int]:
     if isinstance(x, Whole):
-        x = x.x
+        return f"an object of {type(x.x).__module__}.{type(x.x).__qualname__}", id(x.x)
     if isinstance(x, PerReplica):
         return f"components of {', '.join(_form(v) for v in x.samples())}", 0
     if isinstance(x, jax.Array | np.ndarray | np.generic):

@@ -94,7 +94,7 @@ class Runner:
             old = [_present(v) if v._fresh is None else v._fresh for v in read]
             (outputs, values), token = THROTTLE.start(self.overwriting, new, old, arrays)
             for variable, value, at_once in zip(written, values, self._at_once, strict=True):
-                variable._fresh = value
+                variable._fresh, variable._stored = value, None  # which would keep old arrays
                 if at_once:
                     _ = variable._value
             then()

@@ -98,8 +98,11 @@ def loop(step: Function, iterator: Iterator[Any], steps: int) -> LoopResults:
         raise InvalidTypeError(
             f"loop takes elements from an iterator, such as iter(dataset). Received: {shown(iterator)}"
         )
-    if lifting.in_program() and pulls.is_input(iterator) and steps > 1:
-        return LoopResults(steps, *traced_steps(lambda: step(*_arguments(next(iterator))), steps))
+    if lifting.in_program():
+        if pulls.is_input(iterator) and steps > 1:
+            return LoopResults(steps, *traced_steps(lambda: step(*_arguments(next(iterator))), steps))
+        results = [step(*_arguments(x)) for x in itertools.islice(iterator, steps)]
+        return LoopResults(len(results), results)
     taken = _Elements(iterator)
     try:
         return _run(step, taken, steps)
