@@ -349,12 +349,12 @@ class Function:
         except CannotJoin as reason:
             return cannot_join(str(reason))
         except Exception as error:
+            # What cannot be traced may run eagerly. If not, the error there says on which replica.
+            if call.is_uneven:
+                return cannot_join(f"tracing failed with {first_line(error)}")
             if self._may_fail:
                 return failed_to_trace(error)
-            if not call.is_uneven:
-                raise
-            # What cannot be traced may run eagerly. If not, the error there says on which replica.
-            return cannot_join(f"tracing failed with {first_line(error)}")
+            raise
 
     def _trace_once(self, call: Call, taken: Taken) -> Program | list[Variable]:
         self._traces[0] += 1
