@@ -196,7 +196,17 @@ def scaled_steps() -> dict[str, Any]:
 
         return step
 
-    return {f.__name__: f for f in (wrapped, gradient, with_attribute, recursive, counting)}
+    def one_another(scale: Any) -> Any:
+        def first(x: Any, depth: int) -> Any:
+            return x.sum() * scale() if depth == 0 else second(x, depth - 1)
+
+        def second(x: Any, depth: int) -> Any:
+            return first(x, depth)
+
+        return functools.partial(first, depth=2)
+
+    made = (wrapped, gradient, with_attribute, recursive, counting, one_another)
+    return {f.__name__: f for f in made}
 
 
 @pytest.mark.parametrize("kind", scaled_steps())

@@ -73,7 +73,7 @@ class ChangesCaptured(Exception):
 def _as_child(x: Any, around: tuple[Any, ...]) -> Any:
     if isinstance(x, Whole):
         return x
-    if isinstance(x, types.FunctionType | types.MethodType | functools.partial):
+    if isinstance(x, _CALLABLES):
         return Captured(x, around)
     return x if _is_value(x) else Whole(x)
 
@@ -147,9 +147,9 @@ def _taken_apart(fn: Any, around: tuple[Any, ...]) -> tuple[Any, Sequence[Any]]:
     if type(fn) is functools.partial:
         return _Partial(tuple(fn.keywords)), (fn.func, *fn.args, *fn.keywords.values())
     calls_itself = any(fn is outer for outer in around)
-    if not isinstance(fn, types.FunctionType) or calls_itself:
+    if not isinstance(fn, types.FunctionType):
         return _AsItIs(), (Whole(fn),)
-    if not _can_be_rebuilt(fn):
+    if calls_itself or not _can_be_rebuilt(fn):
         return _AsItIs(), (Whole(fn), *_watched(fn, []))
     cells = _contents(fn)
     defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
@@ -166,30 +166,52 @@ def _taken_apart(fn: Any, around: tuple[Any, ...]) -> tuple[Any, Sequence[Any]]:
     return form, (*cells, *defaults, *keywords.values(), *attributes.values())
 
 
-def _watched(fn: types.FunctionType, seen: list[Any]) -> list[Any]:
-    """What a function that must be taken as it is has captured: another value needs another program.
+def _watched(fn: Any, seen: list[Any]) -> list[Any]:
+    """What a callable that must be taken as it is has captured: another value needs another program.
 
     Names that it assigns are its own business.
     """
     seen.append(fn)
-    own = _assigned(fn.__code__)
     found: list[Any] = []
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            x = cell.cell_contents
-        except ValueError:  # it has no value yet
+    for x in _inside(fn):
+        if any(x is y for y in seen):
             continue
-        if name in own or any(x is y for y in seen):
-            continue
-        if isinstance(x, types.FunctionType):
+        if isinstance(x, _CALLABLES):
             found += [Whole(x), *_watched(x, seen)]
         else:
             found.append(x if isinstance(x, int | float | complex | str | bytes) else Whole(x))
     return found
 
 
-def _calls_itself(fn: types.FunctionType) -> bool:
-    return any(x is fn for x in _contents(fn))
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def _inside(fn: Any) -> list[Any]:
+    """What a callable has captured, other than names that it assigns, or that have no value yet."""
+    if isinstance(fn, types.MethodType):
+        return [fn.__func__, fn.__self__]
+    if isinstance(fn, functools.partial):
+        return [fn.func, *fn.args, *fn.keywords.values()]
+    own, found = _assigned(fn.__code__), []
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            if name not in own:
+                found.append(cell.cell_contents)
+        except ValueError:
+            continue
+    return [*found, *fn.__dict__.values()]
+
+
+def _calls_itself(fn: Any, seen: list[Any]) -> bool:
+    """Whether a function has captured itself, perhaps by way of others."""
+    for x in _inside(fn):
+        if seen and x is seen[0]:
+            return True
+        if isinstance(x, _CALLABLES) and not any(x is y for y in seen):
+            seen.append(x)
+            if _calls_itself(x, seen):
+                return True
+    return False
 
 
 def _contents(fn: types.FunctionType) -> list[Any]:
@@ -197,12 +219,11 @@ def _contents(fn: types.FunctionType) -> list[Any]:
 
 
 def _can_be_rebuilt(fn: types.FunctionType) -> bool:
-    if _assigned(fn.__code__):
-        return False
     try:
-        return not _calls_itself(fn)
+        _contents(fn)
     except ValueError:  # a name that has no value yet
         return False
+    return not _assigned(fn.__code__) and not _calls_itself(fn, [fn])
 
 
 @functools.lru_cache(maxsize=1000)
