@@ -1,0 +1,250 @@
+"""What things cost, in seconds: collectives on rings, changes of layout, computation.
+
+A change of layout is the cheapest sequence of moves of one axis: gathering it, cutting along it (which
+is free), moving the cut to another dim, summing. Axes cut one dim in the order of the mesh, so moves of
+an axis that is not the last one on its dim need a permutation besides.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.parallel.hardware import Hardware
+from phalanx.parallel.layout import NONE, PARTIAL, Layout, Shape, fits, layouts, pieces
+from phalanx.parallel.mesh import DeviceMesh, Link
+
+Table = npt.NDArray[np.float64]
+
+QUANTUM = 2.0**-44
+"""The unit of time: costs are multiples of it, so that float64 adds them exactly in any order."""
+
+TIE_PRICE = QUANTUM / 4096
+"""Seconds per byte that are added so that the smallest of equally fast plans wins."""
+
+
+def quantised(seconds: Table) -> Table:
+    """The nearest multiples of the unit of time."""
+    return np.round(seconds / QUANTUM) * QUANTUM
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation.
+
+    Args:
+        kind: its name in XLA: ``all-gather``, ``all-reduce``, ``reduce-scatter``, ``all-to-all`` or
+            ``collective-permute``.
+        axes: the numbers of the mesh axes that it runs along.
+        sent: the bytes that each device sends, by the ring algorithm.
+        seconds: how long it takes.
+    """
+
+    kind: str
+    axes: tuple[int, ...]
+    sent: float
+    seconds: float
+
+
+def all_gather(link: Link, size: int, held: float) -> tuple[float, float]:
+    """Bytes sent and seconds for each of `size` devices to get the `held` bytes of all others."""
+    return (size - 1) * held, (size - 1) * (link.alpha + link.beta * held)
+
+
+def reduce_scatter(link: Link, size: int, held: float) -> tuple[float, float]:
+    """Bytes sent and seconds to sum `held` bytes over `size` devices and keep a piece on each."""
+    part = held / size
+    return (size - 1) * part, (size - 1) * (link.alpha + link.beta * part)
+
+
+def all_to_all(link: Link, size: int, held: float) -> tuple[float, float]:
+    """Bytes sent and seconds for each of `size` devices to send a piece of its bytes to each other."""
+    return reduce_scatter(link, size, held)
+
+
+def permute(links: Sequence[Link], held: float) -> tuple[float, float]:
+    """Bytes sent and seconds for each device to send what it holds to one other."""
+    return held, max(link.alpha + link.beta * held for link in links)
+
+
+def all_reduce(links: Sequence[Link], sizes: Sequence[int], held: float) -> tuple[float, float]:
+    """Bytes sent and seconds to sum `held` bytes over one or several axes.
+
+    Over several axes, devices reduce-scatter along the fastest axis first, so that slower axes move
+    less.
+    """
+    sent = seconds = 0.0
+    for link, size in sorted(zip(links, sizes, strict=True), key=lambda pair: (pair[0].beta, pair[1])):
+        part = held / size
+        sent += 2 * (size - 1) * part
+        seconds += 2 * (size - 1) * (link.alpha + link.beta * part)
+        held = part
+    return sent, seconds
+
+
+def moves(
+    layout: Layout, shape: Shape, held: float, mesh: DeviceMesh, hardware: Hardware
+) -> Iterator[tuple[Layout, list[Collective]]]:
+    """The layouts one move away, and the collectives that lead there.
+
+    Args:
+        layout: where to begin.
+        shape: of the whole tensor.
+        held: the bytes that each device holds.
+        mesh: the devices.
+        hardware: what they can do.
+    """
+    for axis, dim in enumerate(layout):
+        for to in (*range(len(shape)), NONE):
+            other = (*layout[:axis], to, *layout[axis + 1 :])
+            if to == dim or not fits(other, shape, mesh.sizes):
+                continue
+            found = [] if mesh.sizes[axis] == 1 else _move(layout, other, axis, held, mesh, hardware)
+            if found is not None:
+                yield other, found
+    yield from _joint_sums(layout, held, mesh)
+    yield from _exchanges(layout, shape, held, mesh, hardware)
+
+
+def _move(
+    layout: Layout, other: Layout, axis: int, held: float, mesh: DeviceMesh, hardware: Hardware
+) -> list[Collective] | None:
+    """The collectives that move one axis; None if the hardware has none that do."""
+    size, link = mesh.sizes[axis], mesh.links[axis]
+    dim, to = layout[axis], other[axis]
+
+    def ordered(kept: Layout, each: float) -> list[Collective]:
+        return [] if _is_last(kept, axis) else [_permutation(kept, kept[axis], each, mesh)]
+
+    if dim == NONE:
+        return ordered(other, held / size)
+    if dim == PARTIAL and (to == NONE or not hardware.reduce_scatter):
+        summed_up = Collective("all-reduce", (axis,), *all_reduce([link], [size], held))
+        return [summed_up, *([] if to == NONE else ordered(other, held / size))]
+    if dim == PARTIAL:
+        scattered = Collective("reduce-scatter", (axis,), *reduce_scatter(link, size, held))
+        return [scattered, *ordered(other, held / size)]
+    if to == NONE:
+        gathered = Collective("all-gather", (axis,), *all_gather(link, size, held))
+        return [*ordered(layout, held), gathered]
+    if not hardware.all_to_all:
+        return None
+    moved = Collective("all-to-all", (axis,), *all_to_all(link, size, held))
+    return [*ordered(layout, held), moved, *ordered(other, held)]
+
+
+def _is_last(layout: Layout, axis: int) -> bool:
+    """Whether an axis cuts its dim into the smallest pieces."""
+    return layout[axis] not in layout[axis + 1 :]
+
+
+def _permutation(layout: Layout, dim: int, held: float, mesh: DeviceMesh) -> Collective:
+    axes = tuple(axis for axis, d in enumerate(layout) if d == dim and mesh.sizes[axis] > 1)
+    links = [mesh.links[axis] for axis in axes]
+    return Collective("collective-permute", axes, *permute(links, held))
+
+
+def _joint_sums(
+    layout: Layout, held: float, mesh: DeviceMesh
+) -> Iterator[tuple[Layout, list[Collective]]]:
+    """Sums along several axes at once."""
+    terms = [axis for axis, dim in enumerate(layout) if dim == PARTIAL]
+    for count in range(2, len(terms) + 1):
+        for axes in itertools.combinations(terms, count):
+            other = tuple(NONE if axis in axes else dim for axis, dim in enumerate(layout))
+            links, sizes = [mesh.links[a] for a in axes], [mesh.sizes[a] for a in axes]
+            yield other, [Collective("all-reduce", axes, *all_reduce(links, sizes, held))]
+
+
+def _exchanges(
+    layout: Layout, shape: Shape, held: float, mesh: DeviceMesh, hardware: Hardware
+) -> Iterator[tuple[Layout, list[Collective]]]:
+    """Two axes that change their roles.
+
+    If they have the same size, every device sends what it holds to one other. If the size of one is a
+    multiple of the other's, a part of the larger axis moves by itself.
+    """
+    for one, two in itertools.permutations(range(len(layout)), 2):
+        small, large = mesh.sizes[one], mesh.sizes[two]
+        a, b = layout[one], layout[two]
+        if a == b or PARTIAL in (a, b) or small == 1 or large % small or (small == large and one > two):
+            continue
+        swapped = list(layout)
+        swapped[one], swapped[two] = b, a
+        other = tuple(swapped)
+        if not fits(other, shape, mesh.sizes):
+            continue
+        links, part = [mesh.links[one], mesh.links[two]], large // small
+        link = mesh.links[two]
+
+        def permuted(size: float, links: Sequence[Link] = links) -> Collective:
+            return Collective("collective-permute", (one, two), *permute(links, size))  # noqa: B023
+
+        if part == 1:
+            yield other, [permuted(held)]
+        elif b == NONE:  # the larger axis takes over a cut: smaller pieces, then to their places
+            yield other, [permuted(held / part)]
+        elif a == NONE:  # the smaller axis does: to their places, then the rest of each piece
+            yield (
+                other,
+                [permuted(held), Collective("all-gather", (two,), *all_gather(link, part, held))],
+            )
+        elif hardware.all_to_all:
+            yield (
+                other,
+                [Collective("all-to-all", (two,), *all_to_all(link, part, held)), permuted(held)],
+            )
+
+
+class Resharding:
+    """The cheapest ways between all layouts of a tensor.
+
+    Args:
+        shape: of the whole tensor.
+        itemsize: the bytes of one element.
+        mesh: the devices.
+        hardware: what they can do.
+    """
+
+    def __init__(self, shape: Shape, itemsize: float, mesh: DeviceMesh, hardware: Hardware) -> None:
+        self.layouts = layouts(shape, mesh.sizes, partial=True)
+        self.number = {layout: i for i, layout in enumerate(self.layouts)}
+        self.whole = prod(shape) * itemsize
+        count = len(self.layouts)
+        seconds = np.full((count, count), np.inf)
+        np.fill_diagonal(seconds, 0.0)
+        self._steps: dict[tuple[int, int], list[Collective]] = {}
+        self._after = np.tile(np.arange(count), (count, 1))
+        for start, layout in enumerate(self.layouts):
+            held = self.whole / pieces(layout, mesh.sizes)
+            for other, found in moves(layout, shape, held, mesh, hardware):
+                end = self.number[other]
+                cost = sum(c.seconds for c in found)
+                if cost < seconds[start, end]:
+                    seconds[start, end] = cost
+                    self._steps[start, end] = found
+        for middle in range(count):
+            through = seconds[:, middle, None] + seconds[None, middle, :]
+            better = through < seconds * (1 - 1e-12)
+            if better.any():
+                seconds = np.where(better, through, seconds)
+                self._after = np.where(better, self._after[:, middle, None], self._after)
+        self.seconds = quantised(seconds)
+        """From each layout to each other one."""
+
+    def steps(self, start: Layout, end: Layout) -> Iterator[tuple[Layout, list[Collective]]]:
+        """The moves on the cheapest way from one layout to another, and their collectives."""
+        here, there = self.number[start], self.number[end]
+        while here != there:
+            after = int(self._after[here, there])
+            yield self.layouts[after], self._steps[here, after]
+            here = after
+
+    def path(self, start: Layout, end: Layout) -> list[Collective]:
+        """The collectives on the cheapest way from one layout to another."""
+        return [c for _, found in self.steps(start, end) for c in found]

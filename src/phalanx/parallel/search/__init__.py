@@ -1,0 +1,1 @@
+"""Finding the cheapest assignment: exactly, within a memory budget, or by MindSpore's heuristics."""
