@@ -1,0 +1,173 @@
+"""Checkpoints of a coordinator: what servers hold, and closures that have not run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.coordinator.dispatcher import Dispatcher
+from phalanx.coordinator.peer import Entry, Resource
+from phalanx.coordinator.remote_value import RemoteValue, ResourceValue
+from phalanx.errors import DataLossError, NotFoundError
+from phalanx.parameter_server.client import ServerConnections
+from phalanx.runtime.formatting import shown
+
+__all__ = ["Checkpoint", "read", "write"]
+
+_QUEUE = "queue"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class _Function:
+    name: str
+    blob: bytes
+
+
+@dataclass(frozen=True)
+class _Closure:
+    function: int
+    arguments: bytes
+    inputs: tuple[int | bytes | BaseException, ...]  # the place of a closure, or what it has returned
+
+
+@dataclass(frozen=True)
+class _Resource:
+    function: int
+    arguments: bytes
+    number: int
+
+
+@dataclass(frozen=True)
+class _State:
+    version: int
+    functions: dict[int, _Function]
+    closures: tuple[_Closure, ...]
+    resources: tuple[_Resource, ...]
+    next_closure: int
+
+
+def write(
+    directory: str | Path,
+    state: tuple[Sequence[Entry], Mapping[int, Resource], int],
+    servers: ServerConnections,
+) -> None:
+    """Write a checkpoint. The directory is complete, or as it was before."""
+    target = Path(directory).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.parent / f".{target.name}.{secrets.token_hex(6)}"
+    fresh.mkdir()
+    try:
+        servers.save(str(fresh))
+        with open(fresh / _QUEUE, "wb") as file:
+            pickle.dump(_described(*state), file, protocol=5)
+            file.flush()
+            os.fsync(file.fileno())
+        _replace(fresh, target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _replace(fresh: Path, target: Path) -> None:
+    """Put a directory where another one may be, which is there until the new one is."""
+    old = fresh.with_name(f"{fresh.name}.old")
+    if target.exists():
+        target.rename(old)
+    fresh.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _described(
+    entries: Sequence[Entry], resources: Mapping[int, Resource], next_closure: int
+) -> _State:
+    places = {id(entry.value): i for i, entry in enumerate(entries)}
+    functions: dict[int, _Function] = {}
+    closures, kept = [], []
+    for entry in entries:
+        functions[entry.function.number] = _Function(entry.function.name, entry.function.blob)
+        inputs = tuple(places[id(v)] if id(v) in places else v.error or v.data() for v in entry.inputs)
+        closures.append(_Closure(entry.function.number, entry.arguments, inputs))
+    for number, resource in resources.items():
+        function = resource.function
+        functions[function.number] = _Function(function.name, function.blob)
+        kept.append(_Resource(function.number, resource.arguments, number))
+    return _State(_VERSION, functions, tuple(closures), tuple(kept), next_closure)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read.
+
+    Args:
+        folder: where it is.
+        state: the closures.
+    """
+
+    folder: Path
+    state: _State
+
+    @property
+    def next_closure(self) -> int:
+        """The number of the closure that is scheduled next."""
+        return self.state.next_closure
+
+    def load_variables(self, servers: ServerConnections) -> None:
+        """Let servers hold what they held."""
+        servers.load(str(self.folder))
+
+    def schedule(
+        self, dispatcher: Dispatcher, wait: Callable[[RemoteValue, Any], None]
+    ) -> list[RemoteValue]:
+        """Schedule the closures again; returns their values."""
+        packed = dispatcher.functions.packed
+        functions = {n: packed(f.name, f.blob) for n, f in self.state.functions.items()}
+        for kept in self.state.resources:
+            values = [ResourceValue(wait) for _ in dispatcher.links]
+            resource = Resource(functions[kept.function], kept.arguments, (), values)
+            dispatcher.restore_resource(kept.number, resource)
+        made: list[RemoteValue] = []
+        for closure in self.state.closures:
+            inputs = [made[x] if isinstance(x, int) else _there(wait, x) for x in closure.inputs]
+            value = RemoteValue(wait)
+            entry = Entry(functions[closure.function], closure.arguments, inputs, (), value)
+            dispatcher.put(entry)
+            made.append(value)
+        return made
+
+
+def _there(wait: Callable[[RemoteValue, Any], None], found: bytes | BaseException) -> RemoteValue:
+    value = RemoteValue(wait)
+    if isinstance(found, BaseException):
+        value.settle(b"", found)
+    else:
+        value.settle(found)
+    return value
+
+
+def read(directory: str | Path) -> Checkpoint:
+    """Read a checkpoint; servers load their part later."""
+    folder = Path(directory).absolute()
+    try:
+        data = (folder / _QUEUE).read_bytes()
+    except OSError as error:
+        raise NotFoundError(
+            "There is no checkpoint of a coordinator: ClusterCoordinator.checkpoint writes one. "
+            f"Received: {shown(str(directory))}"
+        ) from error
+    try:
+        state = pickle.loads(data)
+        is_whole = isinstance(state, _State) and state.version == _VERSION
+    except Exception:  # noqa: BLE001 - what pickle raises for bytes that are none of its own
+        is_whole = False
+    if not is_whole:
+        raise DataLossError(
+            "The checkpoint of a coordinator is damaged, or one of another version. "
+            f"Received: {shown(str(directory))}"
+        )
+    return Checkpoint(folder, state)

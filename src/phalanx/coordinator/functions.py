@@ -1,0 +1,62 @@
+"""Functions that are sent to workers once, and named by numbers afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.runtime.shipping import pack
+
+__all__ = ["Functions", "Shipped"]
+
+
+class Shipped:
+    """A function as workers get it.
+
+    Args:
+        number: what it is known by.
+        name: for people.
+        blob: pickled.
+    """
+
+    __slots__ = ("__weakref__", "blob", "name", "number")
+
+    def __init__(self, number: int, name: str, blob: bytes) -> None:
+        self.number, self.name, self.blob = number, name, blob
+
+
+class Functions:
+    """The functions that a coordinator has pickled.
+
+    A function that the program no longer refers to is forgotten, here and on workers.
+
+    Args:
+        forget: called with the number of a function that no closure needs any more.
+    """
+
+    def __init__(self, forget: Callable[[int], None]) -> None:
+        self._known: weakref.WeakKeyDictionary[Any, Shipped] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._forget = forget
+
+    def shipped(self, fn: Any) -> Shipped:
+        """The function as workers get it; pickled when it is first asked for."""
+        found = self._known.get(fn)
+        if found is None:
+            with self._lock:
+                found = self._known.get(fn)
+                if found is None:
+                    name = getattr(fn, "__name__", type(fn).__name__)
+                    inner = getattr(fn, "python_function", fn)
+                    found = self._known[fn] = self.packed(name, pack(fn, inner))
+        return found
+
+    def packed(self, name: str, blob: bytes) -> Shipped:
+        """A function that was pickled before."""
+        found = Shipped(next(self._numbers), name, blob)
+        weakref.finalize(found, self._forget, found.number).atexit = False
+        return found

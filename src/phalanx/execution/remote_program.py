@@ -1,0 +1,323 @@
+"""Programs that use variables of other processes.
+
+What such a program reads are inputs: all of them are asked for at once, before it runs. Updates are
+results: what is to be done to which variable. Rows of large tables are asked for by their indices. The
+program itself computes these, so it is cut in two: the first part computes indices, the second runs
+with the rows. Where indices depend on other rows there are more parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from phalanx.core import traced_variables, transactions
+from phalanx.core.elsewhere import Change, Home, Pending, Rows, check_indices, read
+from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.variables import Variable
+from phalanx.execution.program import Program, Result, Stacked, references, wrapper
+from phalanx.execution.running import as_array
+from phalanx.execution.throttle import THROTTLE, token
+from phalanx.runtime import compat, program_parts
+
+
+def is_remote(closed: Any, variables: Sequence[Variable], used: traced_variables.VariableTrace) -> bool:
+    """Whether a program needs other processes."""
+    if used.changes or used.asked:
+        return True
+    if all(v.home is None for v in used.read):
+        return False
+    needed = compat.without_unused(closed)[1]
+    return any(n and v.home is not None for v, n in zip(variables, needed, strict=False))
+
+
+class RemoteProgram(Program):
+    """A traced function that uses variables of other processes, and perhaps others."""
+
+    can_loop = False
+    overwrites = False
+
+    def __init__(
+        self,
+        closed: Any,
+        variables: list[Variable],
+        used: traced_variables.VariableTrace,
+        result: Result,
+        name: str,
+    ) -> None:
+        self.jaxpr = closed.jaxpr
+        self.name = name
+        self._result = result
+        closed, requests = program_parts.with_requests(closed)
+        layout = _Layout(variables, len(closed.jaxpr.invars) - len(variables) - len(requests))
+        body = len(closed.jaxpr.outvars) - sum(count for _, count in requests)
+        ends = list(itertools.accumulate((count for _, count in requests), initial=body))
+        operands = [list(range(*span)) for span in itertools.pairwise(ends)]
+        self._main = _Part(closed, range(body), layout, used.is_spread)
+        self._main.passed = None  # its results must be arrays of JAX
+        self._stages = [
+            (asks, _Part(closed, [i for k in asks for i in operands[k]], layout, used.is_spread))
+            for asks in _levels(closed, operands, layout)
+        ]
+
+        new = [v for v in used.written if v.home is None]
+        for variable in new:
+            variable._wrap = wrapper(variable)
+        needed: list[Any] = []
+
+        def kept(some: Sequence[Any]) -> list[int]:
+            needed.extend(some)
+            return list(range(len(needed) - len(some), len(needed)))
+
+        asked = [used.asked[place] for place, _ in requests]
+        places = kept([_target(x) for x in asked])
+        self._requests = [
+            _Request(i, tuple(map(_kind_of, x[1])) if isinstance(x, tuple) else None)
+            for i, x in zip(places, asked, strict=True)
+        ]
+        self._assigned = kept(new)
+        changed = kept([v for v, _ in used.changes])
+        self._changes = [
+            (i, _kind_of(change)) for i, (_, change) in zip(changed, used.changes, strict=True)
+        ]
+        parts = [*(part for _, part in self._stages), self._main]
+        remote = sorted({i for part in parts for i in part.remote})
+        self._wholes = kept([variables[i] for i in remote])
+        for part in parts:
+            part.wholes = [remote.index(i) for i in part.remote]
+            part.locals = kept([variables[i] for i in part.here])
+        self._needed = [*references(needed), *result.variables]
+        home = next(v.home for v in needed if v.home is not None)
+        self._home: Home = home
+        self._device = used.device
+        self._after_runs = list(used.after_runs)
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether an interrupt of a run leaves this thread as it was, without further care."""
+        return self._is_here and not self._assigned
+
+    def run(self, variables: list[Any], arrays: list[Any], then: Callable[[], None]) -> Any:
+        """Ask for what the program reads, run it, and record what it does to variables.
+
+        Args:
+            variables: what `variables` returned.
+            arrays: the arguments.
+            then: called if the step happens, in the same moment.
+        """
+        if self._assigned and transactions.current() is None:
+            outputs = transactions.atomically(self._run_placed, variables, arrays, then)
+        else:
+            outputs = self._run_placed(variables, arrays, then)
+        for after in self._after_runs:
+            after(1)
+        return self._result.rebuild(outputs)
+
+    def run_loop(
+        self, variables: list[Variable], columns: list[list[Any]], then: Callable[[], None]
+    ) -> Stacked:
+        """Not possible: each step must see what other processes have done."""
+        raise NotImplementedError
+
+    def _run_placed(
+        self, variables: list[Any], arrays: list[Any], then: Callable[[], None]
+    ) -> list[jax.Array]:
+        if self._is_here:
+            return self._run_parts(variables, arrays, then)
+        with jax.default_device(self._device):
+            return self._run_parts(variables, arrays, then)
+
+    def _run_parts(
+        self, variables: list[Any], arrays: list[Any], then: Callable[[], None]
+    ) -> list[jax.Array]:
+        rows: list[Any] = [None] * len(self._requests)
+        values: list[Any] = []
+        missing = [Rows(variables[i]) for i in self._wholes]
+        if missing and (not self._stages or self._stages[0][1].wholes):
+            values, missing = read(self._home, missing), []
+        for asks, stage in self._stages:
+            operands = iter(stage.run(variables, arrays, rows, values))
+            reads: list[Rows] = []
+            of_rows: list[int] = []
+            for k in asks:
+                request = self._requests[k]
+                target = variables[request.target]
+                if request.changes is not None:
+                    rows[k] = _after(target.pending(), request.changes, operands).whole()
+                    continue
+                indices = np.asarray(next(operands))
+                check_indices(target, indices)
+                reads.append(Rows(target, indices))
+                of_rows.append(k)
+            answers = read(self._home, [*reads, *missing])  # what the rest needs comes along
+            if missing:
+                values, missing = answers[len(reads) :], []
+            for k, answer in zip(of_rows, answers, strict=False):
+                rows[k] = answer
+        outputs = self._main.run(variables, arrays, rows, values)
+        return self._record(variables, outputs, then)
+
+    def _record(self, variables: list[Any], outputs: list[Any], then: Callable[[], None]) -> list[Any]:
+        """Note what the program does to variables; returns its results."""
+        step = transactions.current()
+        rest = iter(outputs[len(self._result.arrays) :])
+        for i in self._assigned:
+            assert step is not None
+            step.set(variables[i], variables[i]._wrap(next(rest)))
+        changed: dict[Any, Pending] = {}
+        for i, kind in self._changes:
+            variable = variables[i]
+            before = changed.get(variable) or variable.pending()
+            changed[variable] = _after(before, (kind,), rest)
+        if step is None:
+            if changed:
+                self._home.commit(changed)
+            then()
+        else:
+            for variable, pending in changed.items():
+                step.set(variable, pending)
+            step.when_committed(then)
+        return outputs[: len(self._result.arrays)]
+
+    def lower(self, variables: list[Any], arrays: list[Any]) -> Any:
+        """The lowered program: its last part, which runs with the rows."""
+        return self._main.lower(variables, arrays)
+
+
+class _Kind(NamedTuple):
+    """A change without its operand."""
+
+    method: str
+    is_sparse: bool
+    optimizer: int
+
+
+class _Request(NamedTuple):
+    """What a program asks for: rows, or what a variable would hold after changes."""
+
+    target: int
+    changes: tuple[_Kind, ...] | None
+
+
+def _target(asked: Any) -> Any:
+    return asked[0] if isinstance(asked, tuple) else asked
+
+
+def _kind_of(change: Change) -> _Kind:
+    return _Kind(change.method, isinstance(change.operand, IndexedSlices), change.optimizer)
+
+
+def _after(pending: Pending, kinds: Sequence[_Kind], operands: Iterator[Any]) -> Pending:
+    """What was done to a variable, after changes whose operands a program has computed."""
+    for method, is_sparse, optimizer in kinds:
+        operand = IndexedSlices(next(operands), next(operands)) if is_sparse else next(operands)
+        pending = pending.plus(Change(method, operand, optimizer))
+    return pending
+
+
+class _Layout:
+    """Which inputs of a program are what: variables, then arguments, then rows."""
+
+    def __init__(self, variables: Sequence[Variable], arguments: int) -> None:
+        self.variables = variables
+        self.first_argument = len(variables)
+        self.first_row = len(variables) + arguments
+
+
+class _Part:
+    """A part of a program: what computes some of its results.
+
+    Attributes:
+        wholes: which of the values that the program reads from elsewhere it needs.
+        locals: where the other variables are that it reads, among those of the program.
+        passed: if it computes nothing, which inputs its results are.
+    """
+
+    def __init__(self, closed: Any, outputs: Sequence[int], layout: _Layout, is_spread: bool) -> None:
+        part, needed = program_parts.needed_for(closed, outputs)
+        inputs = [i for i in needed if i < layout.first_argument]
+        self.remote = [i for i in inputs if layout.variables[i].home is not None]
+        self.here = [i for i in inputs if layout.variables[i].home is None]
+        arguments = [i for i in needed if layout.first_argument <= i < layout.first_row]
+        rows = [i for i in needed if i >= layout.first_row]
+        self._arguments = [i - layout.first_argument for i in arguments]
+        self._rows = [i - layout.first_row for i in rows]
+        self._is_spread = is_spread
+        self._shapes = [x.aval for x in part.jaxpr.invars]
+        self._order = order = {i: k for k, i in enumerate(needed)}
+        groups = (self.remote, self.here, arguments, rows)
+        self.wholes: list[int] = []
+        self.locals: list[int] = []
+
+        def program(*given: list[Any]) -> Any:
+            ordered: list[Any] = [None] * len(order)
+            for group, values in zip(groups, given, strict=True):
+                for i, x in zip(group, values, strict=True):
+                    ordered[order[i]] = x
+            return compat.eval_jaxpr(part, ordered), token(False)
+
+        self._code = jax.jit(program)
+        self._groups = groups
+        self.passed: list[tuple[int, int]] | None = None
+        if not part.jaxpr.eqns and all(x in part.jaxpr.invars for x in part.jaxpr.outvars):
+            where = {i: (g, k) for g, group in enumerate(groups) for k, i in enumerate(group)}
+            given = [part.jaxpr.invars.index(x) for x in part.jaxpr.outvars]
+            self.passed = [where[needed[i]] for i in given]
+
+    def run(
+        self,
+        variables: list[Any],
+        arrays: list[Any],
+        rows: list[Any],
+        values: list[Any],
+    ) -> list[Any]:
+        """Run it.
+
+        Args:
+            variables: of the program.
+            arrays: the arguments.
+            rows: those that were asked for.
+            values: what the program reads of variables elsewhere.
+        """
+        wholes = [values[i] for i in self.wholes]
+        here = [_present(variables[i]) for i in self.locals] if self.locals else []
+        arguments = [arrays[i] for i in self._arguments]
+        given = wholes, here, arguments, [rows[i] for i in self._rows]
+        if self.passed is not None:
+            return [given[group][i] for group, i in self.passed]
+        if self._is_spread:
+            outputs: list[Any] = THROTTLE.dispatch(self._code, *given)
+        else:
+            outputs = self._code(*given)[0]
+        return outputs
+
+    def lower(self, variables: list[Any], arrays: list[Any]) -> Any:
+        """The lowered part."""
+        shapes = [
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (self._shapes[self._order[i]] for i in g)]
+            for g in self._groups
+        ]
+        return self._code.lower(*shapes)
+
+
+def _levels(closed: Any, operands: list[list[int]], layout: _Layout) -> list[list[int]]:
+    """The requests, in the order in which they can be made, as many as possible at a time."""
+    levels: list[list[int]] = []
+    level: list[int] = []
+    for k, results in enumerate(operands):
+        needed = program_parts.needed_for(closed, results)[1]
+        before = [level[i - layout.first_row] for i in needed if i >= layout.first_row]
+        level.append(1 + max(before, default=-1))
+        if level[-1] == len(levels):
+            levels.append([])
+        levels[level[-1]].append(k)
+    return levels
+
+
+def _present(variable: Variable) -> Any:
+    with traced_variables.recording(None):
+        return as_array(variable._held())

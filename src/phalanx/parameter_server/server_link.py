@@ -1,0 +1,299 @@
+"""The connection of a task to one parameter server: requests in order, sent again after a loss."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import (
+    DeadlineExceededError,
+    PhalanxError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from phalanx.net.endpoint import dial
+from phalanx.net.framing import Decoder, Message, ProtocolError
+from phalanx.net.stream import Stream
+from phalanx.parameter_server import wire
+from phalanx.parameter_server.buffers import BufferPool
+from phalanx.parameter_server.lane import Lane, offer
+from phalanx.parameter_server.service import PURPOSE
+from phalanx.parameter_server.wire import LIMITS, Kind
+
+__all__ = ["ServerLink"]
+
+_log = logging.getLogger("phalanx")
+
+_TRY = 4.5  # seconds for one try to reach a server, after which it is named
+_LARGE = 64 << 10  # bytes of a request that are worth a lane
+_PAUSE = 0.05  # seconds between tries to reach a server that is gone
+_LARGEST_NUMBER = 0xFFFFFFFF
+
+
+@dataclass(eq=False)
+class Request:
+    """What was asked of a server; kept until there is an answer."""
+
+    buffers: list[Any]
+    then: Callable[[Any], None]
+    mark: int = 0  # of the lane, if the request has used it
+
+
+class _Refusal(Exception):
+    """A server does not want to serve this task."""
+
+    def __init__(self, error: PhalanxError) -> None:
+        self.error = error
+
+
+class ServerLink:
+    """A connection to one server, for one thread.
+
+    Requests are answered in their order. After a loss they are sent again in that order, which is
+    harmless: servers know what they have done.
+
+    Args:
+        address: of the server.
+        key: the job's secret.
+        hello: what the server is told first.
+        pool: memory for what is received.
+        timeout: seconds after which a server that is gone, or does not answer, is given up.
+    """
+
+    def __init__(
+        self, address: str, key: bytes, hello: dict[str, Any], pool: BufferPool, timeout: float
+    ) -> None:
+        self.address, self.index = address, int(hello["index"])
+        self._key, self._hello, self._pool, self._timeout = key, hello, pool, timeout
+        self._stream: Stream | None = None
+        self._lane: Lane | None = None
+        self._may_have_lane = True
+        self._number = 0
+        self.pending: deque[Request] = deque()
+        """Requests without an answer."""
+        self.bytes_in = self.bytes_out = 0
+
+    def connect(self) -> None:
+        """Reach the server now rather than at the first request."""
+        if self._stream is None:
+            self._reach()
+        self._hello.pop("begin", None)  # an empty store must not take the place of a lost one
+        self._hello.pop("resume", None)
+
+    def ask(self, buffers: list[Any], then: Callable[[Any], None], *, hold: bool = False) -> None:
+        """Send a request, now or with the next one; `then` gets the buffers of its answer."""
+        request = Request(buffers, then)
+        size = 0
+        for buffer in buffers:
+            size += len(buffer)
+        if size >= _LARGE:
+            buffers = self._laned(request)
+        self.pending.append(request)
+        stream = self._stream
+        if stream is None:
+            self._reach()
+            return
+        try:
+            stream.send(buffers, self._next_number(), self._timeout, hold=hold)
+        except DeadlineExceededError as error:
+            self._lose()
+            raise self._silent() from error
+        except OSError:
+            self._lose()
+            self._reach()
+
+    def flush(self) -> None:
+        """Send what is held."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.flush(self._timeout)
+        except DeadlineExceededError as error:
+            self._lose()
+            raise self._silent() from error
+        except OSError:
+            self._lose()
+            self._reach()
+
+    def answer(self) -> None:
+        """Wait for the next answer."""
+        self.flush()
+        while True:
+            stream = self._stream
+            if stream is None:
+                stream = self._reach()
+            try:
+                message = stream.receive(self._timeout, self._remind)
+            except DeadlineExceededError as error:
+                self._lose()
+                raise self._silent() from error
+            except OSError:
+                self._lose()
+                continue
+            self._take(message)
+            return
+
+    def poll(self) -> bool:
+        """Take the next answer if it is there; whether it was."""
+        self.flush()
+        if self._stream is None:
+            self._reach()
+        assert self._stream is not None
+        try:
+            message = self._stream.poll()
+        except OSError:
+            self._lose()
+            return False
+        if message is None:
+            return False
+        self._take(message)
+        return True
+
+    def close(self) -> None:
+        """End the connection."""
+        self._lose()
+        self.pending.clear()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _take(self, message: Message) -> None:
+        request = self.pending.popleft()
+        if request.mark and self._lane is not None:
+            self._lane.release(request.mark)
+        request.then(message.buffers)
+
+    def _laned(self, request: Request) -> list[Any]:
+        """What to send of a large request: where its arrays are, if the server can look there."""
+        if self._lane is None and self._may_have_lane:
+            self._offer_lane()
+        lane = self._lane
+        if lane is None or not lane.fits(request.buffers):
+            return request.buffers
+        while (placed := lane.place(request.buffers)) is None:
+            if not self.pending:
+                return request.buffers
+            self.answer()
+            if self._lane is not lane:  # of a connection that was lost
+                return request.buffers
+        buffers, request.mark = placed
+        return buffers
+
+    def _offer_lane(self) -> None:
+        """Let the server open memory of this process; it is no mistake if it cannot."""
+        self._may_have_lane = False
+        stream = self._stream
+        if stream is None or stream.socket.family != socket.AF_UNIX:
+            return
+        lane = offer()
+        if lane is None:
+            return
+        answers: list[Any] = []
+        try:
+            self.ask(wire.with_fields(Kind.LANE, lane.description), answers.append)
+            while not answers:
+                self.answer()
+            wire.read_outcome(answers[0])
+        except UnavailableError:
+            if not answers:  # the server is gone
+                raise
+        else:
+            if self._stream is stream:
+                self._lane = lane
+        finally:
+            lane.close_descriptor()
+
+    def _next_number(self) -> int:
+        self._number = self._number % _LARGEST_NUMBER + 1
+        return self._number
+
+    def _lose(self) -> None:
+        stream, self._stream = self._stream, None
+        self._lane = None  # as many as there are connections
+        self._may_have_lane = True
+        for request in self.pending:
+            request.mark = 0
+        if stream is not None:
+            self.bytes_in += stream.bytes_in
+            self.bytes_out += stream.bytes_out
+            stream.close()
+
+    def _reach(self) -> Stream:
+        """Connect, again and again until it is too late, and send what has no answer."""
+        start = time.monotonic()
+        while True:
+            left = max(0.1, start + self._timeout - time.monotonic())
+            try:
+                stream = self._greet(min(left, _TRY))
+                for request in self.pending:
+                    stream.send(request.buffers, self._next_number(), left)
+            except _Refusal as refusal:
+                raise refusal.error from None
+            except (UnauthenticatedError, ProtocolError):
+                raise
+            except OSError as error:
+                passed = time.monotonic() - start
+                if passed > self._timeout - _PAUSE:
+                    raise self._missing() from error
+                if isinstance(error, DeadlineExceededError):
+                    self._remind(passed)
+            else:
+                self._stream = stream
+                return stream
+            time.sleep(_PAUSE)
+
+    def _remind(self, seconds: float) -> None:
+        """Say who is missing; no wait is silent."""
+        _log.warning(
+            "Waiting for the parameter server, ps task %d, at %s, for %.0f seconds; it is given up "
+            "after %g seconds.",
+            self.index,
+            self.address,
+            seconds,
+            self._timeout,
+        )
+
+    def _greet(self, timeout: float) -> Stream:
+        sock = dial(
+            self.address,
+            self._key,
+            {"for": PURPOSE},
+            timeout,
+            peer=f"parameter server (ps task {self.index})",
+            hint="Its process may not run, or the cluster may name another place. ",
+        )
+        stream = Stream(sock, LIMITS, Decoder(LIMITS, self._pool.take))
+        try:
+            told = self._say_hello(stream, self._hello, timeout)
+            if "challenge" in told:
+                self._say_hello(stream, {**self._hello, **told}, timeout)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def _say_hello(self, stream: Stream, hello: dict[str, Any], timeout: float) -> dict[str, Any]:
+        stream.send(wire.with_fields(Kind.HELLO, hello), 0, timeout)
+        answer = stream.receive(timeout)
+        try:
+            wire.read_outcome(answer.buffers)
+        except PhalanxError as error:
+            raise _Refusal(error) from None
+        return wire.fields_in(answer.buffers)
+
+    def _missing(self) -> UnavailableError:
+        return UnavailableError(
+            f"The parameter server, ps task {self.index}, could not be reached at {self.address} "
+            f"within {self._timeout:g} seconds. Its process has died or its machine is down. "
+            f"Received: {self.address}"
+        )
+
+    def _silent(self) -> UnavailableError:
+        return UnavailableError(
+            f"The parameter server, ps task {self.index}, at {self.address} has not answered for "
+            f"{self._timeout:g} seconds. Its process may be stopped. Received: {self.address}"
+        )

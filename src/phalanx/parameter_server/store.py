@@ -1,0 +1,330 @@
+"""What a parameter server holds: variables, and which closures have changed them. No sockets, no files.
+
+A closure's updates count once. A server **pushes** the updates of a closure that concerns no other
+server: it applies them at once and remembers the closure. Of a closure that concerns several servers,
+each **stages** its part, and **commits** it when all have staged theirs. When a worker is lost, the
+coordinator **inquires** after its attempts; that fences them off: from then on only the coordinator
+decides about them. What is applied anywhere is applied everywhere, else it is dropped everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import InvalidArgumentError, NotFoundError
+from phalanx.parameter_server.buffers import BufferPool, is_shared
+from phalanx.parameter_server.requests import OptimizerDefinition, Token, Update, VariableDefinition
+from phalanx.parameter_server.server_optimizer import ServerOptimizer, Slots
+from phalanx.parameter_server.updates import APPLY, apply_update, checked, has_dtype
+from phalanx.runtime.formatting import shown
+
+__all__ = ["Outcome", "Store", "Trace"]
+
+Array = np.ndarray[Any, Any]
+
+_FEW = 256  # closures
+_MOST_OWN = 4096  # tokens of no closure that are remembered
+
+
+class Outcome(Enum):
+    """What a server does with a request."""
+
+    DONE = 0
+    REPEATED = 1  # it was done before
+    REFUSED = 2  # it must not be done: the attempt is fenced off, or another one counts
+
+
+class Trace(Enum):
+    """What a server knows of an attempt."""
+
+    NONE = 0
+    STAGED = 1
+    APPLIED = 2
+
+
+@dataclass(eq=False)
+class Held:
+    """A variable, and what belongs to it.
+
+    Attributes:
+        definition: what the variable is.
+        value: its value.
+        version: another one for each value.
+        slots: what optimizers keep beside it, by their ids.
+    """
+
+    definition: VariableDefinition
+    value: Array
+    version: int
+    slots: dict[int, Slots] = field(default_factory=dict)
+    _lent: list[Array] = field(default_factory=list)  # the bytes of the value, once they were lent
+
+    def lend(self) -> memoryview:
+        """The bytes of the value. They stay as they are as long as anything refers to them."""
+        if not self._lent:
+            self._lent = [self.value.reshape(-1).view(np.uint8)]
+        return self._lent[0].data
+
+    def room(self, pool: BufferPool) -> Array:
+        """Where the next value can be written: here, or elsewhere if this one is still being sent."""
+        if self.value.flags.writeable and not (self._lent and is_shared(self._lent)):
+            return self.value
+        return pool.array(self.value.shape, self.value.dtype)
+
+    def put(self, value: Array, version: int) -> None:
+        """Replace the value."""
+        if value is not self.value:
+            self.value, self._lent = value, []
+        self.version = version
+
+
+@dataclass(eq=False)
+class Store:
+    """What one server holds, and the rules for changing it. For one thread.
+
+    Args:
+        pool: memory for large values.
+        version: from which versions count up. A server that restarts begins elsewhere, so that no task
+            takes a new value for one that it has.
+    """
+
+    pool: BufferPool = field(default_factory=BufferPool)
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self.variables: dict[int, Held] = {}
+        self.optimizers: dict[int, ServerOptimizer] = {}
+        self.applied: dict[int, int] = {}  # closure -> the attempt that counts
+        self.values: dict[int, bytes] = {}  # closure -> what it returned
+        self.own: dict[int, int] = {}  # the same as `applied`, for updates of no closure
+        self.staged: dict[Token, tuple[Sequence[Update], bytes]] = {}
+        self.fences: dict[int, set[int]] = {}  # closure -> attempts that are refused
+        self.settled = 0  # closures with smaller numbers are done
+        self._cleaned = 0  # and those with smaller ones than this are forgotten
+        self.counts = {"pulls": 0, "commits": 0, "updates": 0, "duplicates": 0, "refused": 0}
+
+    # -- variables ---------------------------------------------------------------------------------
+
+    def create(self, definition: VariableDefinition, value: Array) -> bool:
+        """Hold a variable; returns whether it is new. The value belongs to the store from now on."""
+        known = self.variables.get(definition.id)
+        if known is not None:
+            if (known.definition.shape, known.definition.dtype) != (definition.shape, definition.dtype):
+                raise InvalidArgumentError(
+                    "The server holds another variable with this id, of shape "
+                    f"{list(known.definition.shape)} and dtype {known.definition.dtype}. "
+                    f"Received: {shown(definition)}"
+                )
+            return False
+        dtype = has_dtype(definition)
+        if value.shape != definition.shape or value.dtype != dtype:
+            raise InvalidArgumentError(
+                f"The initial value does not fit its variable {shown(definition.name)}, of shape "
+                f"{list(definition.shape)} and dtype {definition.dtype}. "
+                f"Received: shape {list(value.shape)}, dtype {value.dtype}"
+            )
+        self.variables[definition.id] = Held(definition, value, self._next_version())
+        return True
+
+    def define_optimizer(self, definition: OptimizerDefinition) -> bool:
+        """Know an optimizer; returns whether it is new."""
+        if definition.id in self.optimizers:
+            return False
+        self.optimizers[definition.id] = ServerOptimizer(definition)
+        return True
+
+    def held(self, variable: int) -> Held:
+        """A variable by its id."""
+        found = self.variables.get(variable)
+        if found is None:
+            raise NotFoundError(
+                "The server does not hold this variable: it was not created, or belongs to another "
+                f"run. Received: the variable with the id {variable}"
+            )
+        return found
+
+    def rows(self, variable: int, indices: Array) -> tuple[int, Array]:
+        """Some rows of a variable, copied, and the version of the variable."""
+        held = self.held(variable)
+        value = held.value
+        count = len(value) if value.ndim else 0
+        if indices.ndim != 1 or (len(indices) and (indices.min() < 0 or indices.max() >= count)):
+            raise InvalidArgumentError(
+                f"Variable {shown(held.definition.name)} has rows from 0 to {count - 1}. "
+                f"Received: {shown(indices)}"
+            )
+        rows = self.pool.array((len(indices), *value.shape[1:]), value.dtype)
+        if len(indices):
+            np.take(value, indices, axis=0, out=rows, mode="clip")
+        return held.version, rows
+
+    # -- commits -----------------------------------------------------------------------------------
+
+    def apply(self, updates: Sequence[Update]) -> None:
+        """Make updates, and remember nothing of whose they were."""
+        self._apply(self.checked(updates))
+
+    def preview(self, updates: Sequence[Update]) -> list[Array]:
+        """What variables would hold after updates, each once, in the order of their first updates."""
+        updates = self.checked(updates)
+        copies: dict[int, Held] = {}
+        for update in updates:
+            held = self.held(update.variable.id)
+            if update.variable.id not in copies:
+                slots = {k: x.copied() for k, x in held.slots.items()}
+                copies[update.variable.id] = Held(held.definition, held.value.copy(), 0, slots)
+        scratch = Store(self.pool)
+        scratch.variables, scratch.optimizers = copies, self.optimizers
+        scratch._apply(updates)
+        return [held.value for held in copies.values()]
+
+    def push(self, token: Token, updates: Sequence[Update], value: bytes = b"") -> Outcome:
+        """Make all updates of a closure that concerns only this server, or whose arbiter this is."""
+        outcome = self._may(token)
+        if outcome is None:
+            updates = self.checked(updates)
+            self.staged.pop(token, None)
+            self._take(token, updates, value)
+            return Outcome.DONE
+        return self._counted(outcome)
+
+    def stage(self, token: Token, updates: Sequence[Update], value: bytes = b"") -> Outcome:
+        """Keep a part of a closure's updates until its commit."""
+        outcome = self._may(token)
+        if outcome is not None:
+            return self._counted(outcome)
+        if token in self.staged:
+            return self._counted(Outcome.REPEATED)
+        self.staged[token] = (self.checked(updates), value)
+        return Outcome.DONE
+
+    def commit(self, token: Token) -> Outcome:
+        """Make the updates that were staged."""
+        outcome = self._may(token)
+        if outcome is None and token not in self.staged:
+            outcome = Outcome.REFUSED
+        if outcome is not None:
+            return self._counted(outcome)
+        self._take(token, *self.staged.pop(token))
+        return Outcome.DONE
+
+    def drop(self, token: Token) -> Outcome:
+        """Forget what was staged."""
+        return Outcome.REPEATED if self.staged.pop(token, None) is None else Outcome.DONE
+
+    def inquire(self, token: Token) -> tuple[Trace, bytes]:
+        """What is known of an attempt; from now on it is fenced off. Also what the closure returned."""
+        self.fences.setdefault(token.closure, set()).add(token.attempt)
+        if self._attempt(token.closure) == token.attempt:
+            return Trace.APPLIED, self.values.get(token.closure, b"")
+        return (Trace.STAGED if token in self.staged else Trace.NONE), b""
+
+    def decide(self, token: Token, is_commit: bool) -> Outcome:
+        """Make, or forget, what an attempt has staged: the coordinator has decided."""
+        if not is_commit:
+            return self.drop(token)
+        if token not in self.staged or token.closure in self.applied:
+            return Outcome.REPEATED
+        self._take(token, *self.staged.pop(token))
+        return Outcome.DONE
+
+    def forget(self, below: int) -> Outcome:
+        """Closures with smaller numbers are done; their late messages are refused."""
+        if below <= self.settled:
+            return Outcome.REPEATED
+        self.settled = below
+        if below - self._cleaned < _FEW and len(self.applied) > _FEW:
+            return Outcome.DONE  # looking through all of them each time would cost too much
+        self._cleaned = below
+        for known in (self.applied, self.values, self.fences):
+            for closure in [c for c in known if 0 <= c < below]:
+                del known[closure]
+        for token in [t for t in self.staged if 0 <= t.closure < below]:
+            del self.staged[token]
+        return Outcome.DONE
+
+    def checked(self, updates: Sequence[Update]) -> list[Update]:
+        """Updates that can be made without an error, whenever that will be."""
+        return [self._checked(update) for update in updates]
+
+    def _checked(self, update: Update) -> Update:
+        self.held(update.variable.id)
+        if update.method == APPLY:
+            optimizer = self.optimizers.get(update.optimizer)
+            if optimizer is None:
+                raise NotFoundError(
+                    f"The server does not know this optimizer. Received: the id {update.optimizer}"
+                )
+        return checked(update)
+
+    def _attempt(self, closure: int) -> int | None:
+        return (self.applied if closure >= 0 else self.own).get(closure)
+
+    def _may(self, token: Token) -> Outcome | None:
+        """What to answer to an attempt without doing anything; None if it is to be done."""
+        closure, attempt = token
+        known = self._attempt(closure)
+        if known is not None:
+            return Outcome.REPEATED if known == attempt else Outcome.REFUSED
+        if 0 <= closure < self.settled or attempt in self.fences.get(closure, ()):
+            return Outcome.REFUSED
+        return None
+
+    def _counted(self, outcome: Outcome) -> Outcome:
+        self.counts["duplicates" if outcome is Outcome.REPEATED else "refused"] += 1
+        return outcome
+
+    def _take(self, token: Token, updates: Sequence[Update], value: bytes) -> None:
+        if token.closure >= 0:
+            self.applied[token.closure] = token.attempt
+            if value:
+                self.values[token.closure] = value
+        else:
+            self.own[token.closure] = token.attempt
+            if len(self.own) > _MOST_OWN:
+                del self.own[next(iter(self.own))]
+        self._apply(updates)
+        self.counts["commits"] += 1
+
+    def _apply(self, updates: Sequence[Update]) -> None:
+        last = len(updates) - 1
+        for i, (definition, method, values, indices, optimizer) in enumerate(updates):
+            held = self.variables[definition.id]
+            if method == APPLY:
+                new = self.optimizers[optimizer].apply(
+                    held.value, held.slots, values, indices, partial(held.room, self.pool)
+                )
+            elif method == "assign" and i == last and _is_whole(values, definition):
+                new = values  # memory that was received, and that nothing else looks at after this
+            else:
+                new = held.room(self.pool)
+                apply_update(method, held.value, new, values, indices)
+            held.put(new, self._next_version())
+        self.counts["updates"] += len(updates)
+
+    def _next_version(self) -> int:
+        self.version += 1
+        return self.version
+
+    # -- for people --------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """What is held, and what has been done."""
+        held = self.variables.values()
+        return {
+            **self.counts,
+            "variables": len(held),
+            "bytes": sum(h.value.nbytes + sum(s.nbytes for s in h.slots.values()) for h in held),
+            "staged": len(self.staged),
+            "remembered": len(self.applied),
+        }
+
+
+def _is_whole(values: Array, definition: VariableDefinition) -> bool:
+    return values.shape == definition.shape and values.flags.writeable

@@ -1,0 +1,345 @@
+"""Requests to parameter servers, and their answers, as buffers. No sockets in here.
+
+The first buffer is packed: what is asked for, and small numbers. The others are arrays, which are
+neither copied nor converted. Logs of servers hold the same buffers.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx import errors
+from phalanx.net.framing import Limits, ProtocolError, fields_of
+from phalanx.parameter_server.requests import (
+    OptimizerDefinition,
+    Read,
+    Token,
+    Update,
+    VariableDefinition,
+)
+from phalanx.parameter_server.store import Outcome, Trace
+from phalanx.parameter_server.updates import METHODS
+
+__all__ = ["LIMITS", "Kind", "Wanted"]
+
+Array = np.ndarray[Any, Any]
+Buffers = Sequence[Any]
+
+LIMITS = Limits(fields=0, buffers=1 << 36, most=1 << 16)
+"""How large messages may be."""
+
+
+class Kind(IntEnum):
+    """What is asked for. Logs refer to these numbers."""
+
+    HELLO = 1
+    CREATE = 2
+    OPTIMIZER = 3
+    PULL = 4
+    APPLY = 5
+    PUSH = 6
+    STAGE = 7
+    COMMIT = 8
+    DROP = 9
+    INQUIRE = 10
+    DECIDE = 11
+    FORGET = 12
+    STATUS = 13
+    SAVE = 14
+    END = 15
+    PREVIEW = 16
+    LANE = 17
+
+
+_ERROR = 255  # in place of an outcome
+
+_KIND = struct.Struct("<B")
+_WANTED = struct.Struct("<qQB")  # variable, the version that is known, whether rows are named
+_GIVEN = struct.Struct("<QB")  # version, whether the value follows
+_TOKEN = struct.Struct("<BqI")  # kind, closure, attempt
+_UPDATE = struct.Struct("<qBBBq")  # variable, method, whether there are indices, dimensions, optimizer
+_ATTEMPT = struct.Struct("<qI")
+_DECISION = struct.Struct("<qIB")
+_TRACE = struct.Struct("<BI")
+_NUMBER = struct.Struct("<Bq")
+_SAME = 255  # dimensions of an operand that has the shape of its variable
+
+
+def kind_of(buffers: Buffers) -> Kind:
+    """What a request asks for."""
+    try:
+        return Kind(buffers[0][0])
+    except (IndexError, ValueError):
+        raise ProtocolError("A peer asked a parameter server for what there is not.") from None
+
+
+def bytes_of(array: Array) -> Any:
+    """The bytes of an array, not copied; also of dtypes that Python has no letters for."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def array_of(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """An array over bytes that were received, not copied."""
+    if not len(buffer):
+        return np.empty(shape, dtype)
+    try:
+        return np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape)
+    except ValueError as error:
+        raise ProtocolError(f"A peer sent an array of another size than it said: {error}") from None
+
+
+def _indices(buffer: Any) -> Array:
+    return array_of(buffer, np.dtype(np.int64), (len(buffer) // 8,))
+
+
+# -- rare requests are JSON ----------------------------------------------------------------------------
+
+
+def with_fields(kind: Kind, fields: dict[str, Any], *buffers: Any) -> list[Any]:
+    """A request with fields."""
+    return [_KIND.pack(kind) + json.dumps(fields).encode(), *buffers]
+
+
+def fields_in(buffers: Buffers) -> dict[str, Any]:
+    """The fields of a request, or of an answer to one."""
+    return fields_of(bytes(buffers[0][1:]))
+
+
+def create(definition: VariableDefinition, value: Array) -> list[Any]:
+    """Hold a variable."""
+    return with_fields(Kind.CREATE, vars(definition), bytes_of(value))
+
+
+def read_create(buffers: Buffers) -> tuple[VariableDefinition, Array]:
+    """The variable, and its value."""
+    fields = fields_in(buffers)
+    try:
+        fields["shape"] = tuple(int(n) for n in fields["shape"])
+        definition = VariableDefinition(**fields)
+        return definition, array_of(buffers[1], np.dtype(definition.dtype), definition.shape)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ProtocolError(f"A peer described a variable wrongly: {error}") from None
+
+
+def optimizer(definition: OptimizerDefinition) -> list[Any]:
+    """Know an optimizer."""
+    return with_fields(Kind.OPTIMIZER, {"id": definition.id}, definition.transform)
+
+
+def read_optimizer(buffers: Buffers) -> OptimizerDefinition:
+    """The optimizer."""
+    try:
+        return OptimizerDefinition(int(fields_in(buffers)["id"]), bytes(buffers[1]))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ProtocolError(f"A peer described an optimizer wrongly: {error}") from None
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """A read, as the server sees it."""
+
+    variable: int
+    known: int
+    rows: Array | None
+
+
+def pull(reads: Sequence[tuple[Read, int]]) -> list[Any]:
+    """Read variables, unless a known version is the newest."""
+    packed, rows = [b"\x04"], []
+    for (variable, indices), known in reads:
+        packed.append(_WANTED.pack(variable.id, known, indices is not None))
+        if indices is not None:
+            rows.append(bytes_of(np.ascontiguousarray(indices, np.int64)))
+    return [b"".join(packed), *rows]
+
+
+def read_pull(buffers: Buffers) -> list[Wanted]:
+    """What is wanted."""
+    rows = iter(buffers[1:])
+    return [
+        Wanted(variable, known, _indices(_next(rows)) if has_rows else None)
+        for variable, known, has_rows in _unpacked(_WANTED, buffers[0], 1)
+    ]
+
+
+def pulled(values: Sequence[tuple[int, Any | None]]) -> list[Any]:
+    """The answer: versions, and the bytes of what has changed."""
+    packed = [b"\x00"]
+    packed += [_GIVEN.pack(version, value is not None) for version, value in values]
+    return [b"".join(packed), *(value for _, value in values if value is not None)]
+
+
+def read_pulled(buffers: Buffers) -> list[tuple[int, Any | None]]:
+    """Versions, and the bytes of what has changed."""
+    values = iter(buffers[1:])
+    return [
+        (version, _next(values) if is_new else None)
+        for version, is_new in _unpacked(_GIVEN, buffers[0], 1)
+    ]
+
+
+# -- writing -------------------------------------------------------------------------------------------
+
+
+def push(kind: Kind, token: Token, updates: Sequence[Update], value: bytes = b"") -> list[Any]:
+    """Make updates, or stage them. They are as `updates.checked` returns them."""
+    packed = [_TOKEN.pack(kind, *token)]
+    buffers: list[Any] = [value]
+    for variable, method, values, indices, number in updates:
+        dims = _SAME if values.shape == variable.shape or indices is not None else values.ndim
+        index = METHODS.index(method)
+        packed.append(_UPDATE.pack(variable.id, index, indices is not None, dims, number))
+        if dims != _SAME:
+            packed.append(struct.pack(f"<{dims}Q", *values.shape))
+        buffers.append(bytes_of(values))
+        if indices is not None:
+            buffers.append(bytes_of(indices))
+    return [b"".join(packed), *buffers]
+
+
+def read_push(
+    buffers: Buffers, definition_of: Callable[[int], VariableDefinition]
+) -> tuple[Token, list[Update], bytes]:
+    """The attempt, its updates, and what the closure returned."""
+    packed, arrays, updates = buffers[0], iter(buffers[2:]), []
+    try:
+        _, closure, attempt = _TOKEN.unpack_from(packed)
+        at = _TOKEN.size
+        while at < len(packed):
+            variable, method, has_indices, dims, number = _UPDATE.unpack_from(packed, at)
+            at += _UPDATE.size
+            definition = definition_of(variable)
+            shape = definition.shape
+            if dims != _SAME:
+                shape = struct.unpack_from(f"<{dims}Q", packed, at)
+                at += 8 * dims
+            values, indices = _next(arrays), None
+            if has_indices:
+                indices = _indices(_next(arrays))
+                shape = (len(indices), *shape[1:])
+            array = array_of(values, np.dtype(definition.dtype), shape)
+            updates.append(Update(definition, METHODS[method], array, indices, number))
+        return Token(closure, attempt), updates, bytes(buffers[1])
+    except (struct.error, ValueError, IndexError) as error:
+        raise ProtocolError(f"A peer sent updates that cannot be read: {error}") from None
+
+
+def about(kind: Kind, token: Token) -> bytes:
+    """Commit or drop what was staged."""
+    return _TOKEN.pack(kind, *token)
+
+
+def read_token(buffers: Buffers) -> Token:
+    """The attempt that a request is about."""
+    try:
+        return Token(*_TOKEN.unpack(buffers[0])[1:])
+    except struct.error as error:
+        raise ProtocolError(f"A peer sent a token that cannot be read: {error}") from None
+
+
+def number(kind: Kind, value: int) -> bytes:
+    """A request with one number."""
+    return _NUMBER.pack(kind, value)
+
+
+def read_number(buffers: Buffers) -> int:
+    """The number of a request."""
+    try:
+        return int(_NUMBER.unpack(buffers[0])[1])
+    except struct.error as error:
+        raise ProtocolError(f"A peer sent a number that cannot be read: {error}") from None
+
+
+# -- recovery ------------------------------------------------------------------------------------------
+
+
+def inquire(tokens: Sequence[Token]) -> bytes:
+    """Fence attempts off, and tell what is known of them."""
+    return b"".join([_KIND.pack(Kind.INQUIRE), *(_ATTEMPT.pack(*t) for t in tokens)])
+
+
+def read_inquire(buffers: Buffers) -> list[Token]:
+    """The attempts."""
+    return [Token(*found) for found in _unpacked(_ATTEMPT, buffers[0], 1)]
+
+
+def inquired(found: Sequence[tuple[Trace, bytes]]) -> list[Any]:
+    """The answer to an inquiry."""
+    packed = [b"\x00", *(_TRACE.pack(trace.value, len(value)) for trace, value in found)]
+    return [b"".join(packed), b"".join(value for _, value in found)]
+
+
+def read_inquired(buffers: Buffers) -> list[tuple[Trace, bytes]]:
+    """What is known of the attempts."""
+    found, at = [], 0
+    for trace, size in _unpacked(_TRACE, buffers[0], 1):
+        found.append((Trace(trace), bytes(buffers[1][at : at + size])))
+        at += size
+    return found
+
+
+def decide(decisions: Sequence[tuple[Token, bool]]) -> bytes:
+    """Make or drop what attempts have staged."""
+    packed = (_DECISION.pack(*token, is_commit) for token, is_commit in decisions)
+    return b"".join([_KIND.pack(Kind.DECIDE), *packed])
+
+
+def read_decide(buffers: Buffers) -> list[tuple[Token, bool]]:
+    """The decisions."""
+    return [(Token(c, a), bool(is_commit)) for c, a, is_commit in _unpacked(_DECISION, buffers[0], 1)]
+
+
+# -- answers -------------------------------------------------------------------------------------------
+
+
+def done(outcome: Outcome) -> list[Any]:
+    """The answer to a request that changes something."""
+    return [_KIND.pack(outcome.value)]
+
+
+def told(fields: dict[str, Any]) -> list[Any]:
+    """An answer with fields."""
+    return [b"\x00" + json.dumps(fields).encode()]
+
+
+def failed(error: errors.PhalanxError) -> list[Any]:
+    """The answer to a request that makes no sense."""
+    fields = {"class": type(error).__name__, "text": str(error)}
+    return [_KIND.pack(_ERROR) + json.dumps(fields).encode()]
+
+
+def read_outcome(buffers: Buffers) -> Outcome:
+    """What a server did; its error is raised here."""
+    try:
+        code = buffers[0][0]
+        if code != _ERROR:
+            return Outcome(code)
+    except (IndexError, ValueError):
+        raise ProtocolError("A parameter server sent an answer that cannot be read.") from None
+    fields = fields_in(buffers)
+    kind = getattr(errors, str(fields.get("class")), None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.PhalanxError)):
+        kind = errors.InternalError
+    raise kind(str(fields.get("text")))
+
+
+def _unpacked(record: struct.Struct, packed: Any, start: int) -> Any:
+    try:
+        return record.iter_unpack(packed[start:])
+    except struct.error as error:
+        raise ProtocolError(f"A peer sent what cannot be read: {error}") from None
+
+
+def _next(buffers: Any) -> Any:
+    try:
+        return next(buffers)
+    except StopIteration:
+        raise ProtocolError("A peer sent fewer arrays than it said.") from None

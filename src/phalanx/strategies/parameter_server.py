@@ -1,0 +1,341 @@
+"""`ParameterServerStrategy`: variables on parameter servers, steps on workers, each at its own pace."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.cluster import roles
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.simple import SimpleClusterResolver
+from phalanx.cluster.resolvers.tfconfig import TFConfigClusterResolver
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.core import context as ctx
+from phalanx.core.checks import first_by_name
+from phalanx.core.options import check_dtype
+from phalanx.core.strategy import Strategy
+from phalanx.core.variable_spec import InitialValue, VariableSpec
+from phalanx.core.variables import Variable
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.parameter_server.client import ServerConnections
+from phalanx.parameter_server.closure import current_closure, servers_in_turn, use_when_needed
+from phalanx.parameter_server.options import ParameterServerOptions
+from phalanx.parameter_server.placement import (
+    Placement,
+    Servers,
+    check_partitioner,
+    known_shape,
+    parts_of,
+    shard_count,
+)
+from phalanx.parameter_server.remote_variable import RemoteVariable
+from phalanx.parameter_server.requests import VariableDefinition
+from phalanx.parameter_server.session import Session
+from phalanx.parameter_server.sharded_variable import ShardedVariable, shard_sizes
+from phalanx.runtime.devices import DeviceLike, default_devices, device_kind, resolve_devices
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.pickling import OnePerProcess
+from phalanx.strategies.replicated import ReplicatedExtended
+
+
+class ParameterServerStrategy(OnePerProcess, Strategy):
+    """Asynchronous training: parameter servers hold the variables, workers run steps on their own.
+
+    The coordinator's program makes the strategy and its variables, and gives steps to workers with
+    `px.coordinator.ClusterCoordinator`. Each variable is on one server, or divided among several if the
+    partitioner says so. A step reads what it needs when it begins, and its updates count as a whole.
+
+    Args:
+        cluster_resolver: finds the tasks: at least one 'worker' and one 'ps', and perhaps a 'chief'; by
+            default the environment variable TF_CONFIG, which `phalanx run` also sets.
+        variable_partitioner: says how many shards a variable has, as those of `px.partitioners` do.
+            Only rows are divided. None: no variable is.
+        placement: which server gets the next variable or shard: None or "round_robin" for one after
+            the other, "by_size" for the one that holds the fewest bytes, or a function that returns
+            the index of a server. It gets an object with `name`, `shape`, `dtype`, `nbytes` and `held`,
+            the bytes on each server.
+        compute_devices: where the replicas of one worker run; None for all its accelerators, or its
+            first CPU device.
+        options: `px.experimental.ParameterServerOptions`: how updates count, and what happens when
+            tasks fail.
+
+    Examples:
+        >>> import phalanx as px
+        >>> cluster = px.train.ClusterSpec({"worker": ["host0:1"], "ps": ["host1:1", "host2:1"]})
+        >>> resolver = px.cluster_resolver.SimpleClusterResolver(cluster)
+        >>> px.ParameterServerStrategy(resolver, px.partitioners.FixedShardsPartitioner(2))
+        <ParameterServerStrategy: 1 worker, 2 parameter servers>
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        placement: Placement = None,
+        compute_devices: Sequence[DeviceLike] | None = None,
+        options: ParameterServerOptions | None = None,
+    ) -> None:
+        if cluster_resolver is None:
+            cluster_resolver = TFConfigClusterResolver()
+        if not isinstance(cluster_resolver, ClusterResolver):
+            raise InvalidValueError(
+                "cluster_resolver must be a px.cluster_resolver.ClusterResolver or None. "
+                f"Received: {shown(cluster_resolver)}"
+            )
+        if not isinstance(options, ParameterServerOptions | None):
+            raise InvalidTypeError(
+                "options must be px.experimental.ParameterServerOptions or None. "
+                f"Received: {shown(options)}"
+            )
+        spec = _checked_cluster(cluster_resolver)
+        self._cluster_resolver = cluster_resolver
+        self._options = options or ParameterServerOptions()
+        self._compute_devices = None if compute_devices is None else tuple(map(str, compute_devices))
+        super().__init__(
+            ParameterServerExtended(
+                self,
+                spec,
+                _devices(compute_devices),
+                check_partitioner(variable_partitioner),
+                placement,
+            )
+        )
+        use_when_needed(self.extended.connect)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Who the tasks are."""
+        return self._cluster_resolver
+
+    @property
+    def extended(self) -> ParameterServerExtended:
+        """The strategy's `StrategyExtended`, for code that must know about distribution."""
+        assert isinstance(self._extended, ParameterServerExtended)
+        return self._extended
+
+    @property
+    def options(self) -> ParameterServerOptions:
+        """How updates count, and what happens when tasks fail."""
+        return self._options
+
+    def __repr__(self) -> str:
+        workers, servers = self.extended.num_workers, self.extended.num_servers
+        return (
+            f"<{type(self).__name__}: {workers} worker{'s' * (workers != 1)}, "
+            f"{servers} parameter server{'s' * (servers != 1)}>"
+        )
+
+    def recipe(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What makes the strategy in another process that unpickles it."""
+        spec = self._cluster_resolver.cluster_spec().as_dict()
+        return _remade, (type(self), spec, self._compute_devices, self._options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        return self  # there is one for all processes of the job
+
+
+class ParameterServerExtended(ReplicatedExtended):
+    """What `ParameterServerStrategy` does."""
+
+    def __init__(
+        self,
+        container_strategy: Strategy,
+        spec: ClusterSpec,
+        devices: tuple[jax.Device, ...],
+        partitioner: Callable[..., Sequence[int]] | None,
+        placement: Placement,
+    ) -> None:
+        super().__init__(container_strategy, devices)
+        self.num_workers = roles.task_count(spec, "worker")
+        """How many workers run steps."""
+        self.num_servers = roles.task_count(spec, "ps")
+        """How many servers hold variables."""
+        self._variable_partitioner = partitioner
+        self._servers = Servers(self.num_servers, placement)
+        self._cluster = spec
+        self._session: Session | None = None
+        self._connection: ServerConnections | None = None
+        self._first: weakref.ref[RemoteVariable] | None = None
+
+    @property
+    def session(self) -> Session:
+        """What tasks need to know to take part in this run."""
+        if self._session is None:
+            strategy = self._strategy
+            assert isinstance(strategy, ParameterServerStrategy)
+            self._session = Session.of(self._cluster, strategy.options)
+        return self._session
+
+    def connect(self) -> ServerConnections:
+        """The coordinator's connections to the servers, made when they are first needed."""
+        if self._connection is None:
+            self._connection = self.session.connect(begin=True)
+        return self._connection
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The parameter servers, as device strings."""
+        return tuple(f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in range(self.num_servers))
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """False, as in TensorFlow: one coordinator has the whole program."""
+        return False
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
+        """The first variable by name."""
+        return first_by_name(var_list)
+
+    # -- variables -------------------------------------------------------------------------------
+
+    def _create_variable_from(self, initial: InitialValue, kinds: tuple[Any, ...]) -> Variable:
+        if current_closure() is not None:
+            raise InvalidValueError(
+                "Variables on parameter servers are made by the coordinator's program, not by "
+                "functions that it schedules: those may run several times. Make it in strategy.scope() "
+                f"and let the function capture it. Received: a new variable {shown(initial.name)}"
+            )
+        near = _server_of(ctx.colocated_with())
+        known = known_shape(initial)
+        value = None if known is not None else initial.array()
+        shape, dtype = known if value is None else (value.shape, value.dtype)  # type: ignore[misc]
+        spec = VariableSpec(jax.ShapeDtypeStruct(shape, dtype), *kinds)  # type: ignore[arg-type]
+        if self._num_replicas_in_sync > 1:
+            check_dtype(spec.aggregation, dtype, spec.name)
+        count = 1 if near is not None else shard_count(self._variable_partitioner, shape, dtype)
+        sizes = [shape[0]] if count == 1 and shape else shard_sizes(shape[0], count) if shape else []
+        if value is not None:
+            values = iter([value] if count == 1 else jnp.split(value, np.cumsum(sizes)[:-1]))
+        else:
+            values = parts_of(initial, shape, sizes or [1])
+        if count == 1:
+            return self._create_on_server(spec, next(values), near)
+        shards = [
+            self._create_on_server(_named(spec, f"{spec.name}/part_{i}", part), part, None)
+            for i, part in enumerate(values)
+        ]
+        return ShardedVariable(shards, spec, self._strategy)
+
+    def _create_variable(self, spec: VariableSpec) -> Variable:
+        initial = InitialValue(spec.value, None, None, spec.name)
+        kinds = (spec.trainable, spec.name, spec.synchronization, spec.aggregation, spec.constraint)
+        return self._create_variable_from(initial, kinds)
+
+    def _create_on_server(self, spec: VariableSpec, value: Any, near: int | None) -> RemoteVariable:
+        host = np.asarray(value)
+        server = self._servers.choose(spec.name, host.shape, host.dtype, near)
+        definition = VariableDefinition(next(_ids), spec.name, host.shape, str(host.dtype), server)
+        with servers_in_turn() as servers:
+            servers.create(definition, host)
+        variable = RemoteVariable(definition, spec, self._strategy)
+        if self._first is None:
+            self._first = weakref.ref(variable)
+        return variable
+
+    @property
+    def first_variable(self) -> RemoteVariable | None:
+        """The first variable that was made, if it is still there."""
+        return None if self._first is None else self._first()
+
+    # -- input -----------------------------------------------------------------------------------
+
+    def _distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        return WorkersDataset(self._strategy, dataset, None, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        return WorkersDataset(self._strategy, None, dataset_fn, options)
+
+    def distribute_here(self, dataset: Any, dataset_fn: Callable[..., Any] | None, options: Any) -> Any:
+        """Distribute a dataset among the replicas of this worker."""
+        if dataset_fn is None:
+            return super()._distribute_dataset(dataset, options)
+        return super()._distribute_datasets_from_function(dataset_fn, options)
+
+
+class WorkersDataset:
+    """A dataset that each worker reads on its own, given to `create_per_worker_dataset`.
+
+    Args:
+        strategy: the strategy.
+        dataset: the dataset, or None.
+        dataset_fn: what makes it on the worker, or None.
+        options: how input is read.
+    """
+
+    def __init__(
+        self, strategy: Strategy, dataset: Any, dataset_fn: Callable[..., Any] | None, options: Any
+    ) -> None:
+        self._given = strategy, dataset, dataset_fn, options
+
+    def on_worker(self) -> Any:
+        """The dataset of this worker, as `px.DistributedDataset`."""
+        strategy, *given = self._given
+        extended = strategy.extended
+        assert isinstance(extended, ParameterServerExtended)
+        return extended.distribute_here(*given)
+
+    def __iter__(self) -> Any:
+        """Only workers read it."""
+        if current_closure() is None:
+            raise InvalidValueError(
+                "Under ParameterServerStrategy workers read input, each on its own. Give the dataset "
+                "to ClusterCoordinator.create_per_worker_dataset. Received: iter() of a distributed "
+                "dataset in the coordinator's program"
+            )
+        return iter(self.on_worker())
+
+
+_ids = itertools.count()
+
+
+def _remade(
+    kind: type[ParameterServerStrategy],
+    spec: Any,
+    compute_devices: tuple[str, ...] | None,
+    options: ParameterServerOptions,
+) -> ParameterServerStrategy:
+    resolver = SimpleClusterResolver(ClusterSpec(spec))
+    return kind(resolver, compute_devices=compute_devices, options=options)
+
+
+def _checked_cluster(resolver: ClusterResolver) -> ClusterSpec:
+    spec = resolver.cluster_spec()
+    if not spec:
+        raise InvalidValueError(
+            "ParameterServerStrategy needs a cluster. Set TF_CONFIG, run the program with "
+            f"`phalanx run --ps`, or give a cluster_resolver. Received: {spec!r}"
+        )
+    roles.validate_cluster_spec(spec, resolver.task_type, resolver.task_id)
+    for job in ("ps", "worker"):
+        if roles.task_count(spec, job) < 1:
+            raise InvalidValueError(
+                f"ParameterServerStrategy needs at least one task in job {job!r}. Received: {spec!r}"
+            )
+    return spec
+
+
+def _devices(compute_devices: Sequence[DeviceLike] | None) -> tuple[jax.Device, ...]:
+    if compute_devices is not None:
+        return resolve_devices(compute_devices)
+    devices = default_devices()
+    return devices[:1] if device_kind(devices[0]) == "CPU" else devices
+
+
+def _server_of(variable: Any) -> int | None:
+    if isinstance(variable, ShardedVariable):
+        variable = variable.variables[0]
+    return variable.definition.server if isinstance(variable, RemoteVariable) else None
+
+
+def _named(spec: VariableSpec, name: str, value: Any) -> VariableSpec:
+    like: Any = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return VariableSpec(
+        like, spec.trainable, name, spec.synchronization, spec.aggregation, spec.constraint
+    )

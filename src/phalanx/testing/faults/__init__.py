@@ -1,0 +1,1 @@
+"""Faults of real processes: seeded schedules, histories, and what must be true of these."""
