@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-newest soak lint format docs bench clean
+.PHONY: demo test test-newest test-ray soak coverage durations lint format docs bench clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -17,13 +17,24 @@ demo: $(STAMP)          ## train the digits classifier on four replicas
 	$(BIN)/phalanx demo
 
 test: $(STAMP)          ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not soak"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not soak and not ray"
 
 test-newest:            ## the test suite on Python 3.13 and the newest JAX, where they are to be had
 	$(PYTHON) tools/newest.py
 
+test-ray: $(STAMP)      ## the tests that need Ray, which is installed if it is missing
+	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
+	$(BIN)/python -m pytest -q -m ray
+
 soak: $(STAMP)          ## the slow stress tests
 	$(BIN)/python -m pytest -q -m soak
+
+coverage: $(STAMP)      ## which lines the tests reach; the report is in build/coverage
+	$(BIN)/python -c 'import pytest_cov' 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[coverage]'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not soak and not ray" --cov --cov-report=term:skip-covered --cov-report=html
+
+durations: $(STAMP)     ## the slowest tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not soak and not ray" --durations=50 --durations-min=1
 
 lint: $(STAMP)          ## formatting, lint rules and types
 	$(BIN)/ruff format --check .
@@ -35,7 +46,7 @@ format: $(STAMP)        ## rewrite the files in the house format
 	$(BIN)/ruff check --fix .
 
 docs: $(STAMP)          ## build the documentation; any warning fails
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	$(BIN)/sphinx-build -W --keep-going -q -d build/doctrees docs build/site
 
 bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the other libraries)
 	$(BIN)/python benchmarks/eager.py
@@ -47,6 +58,7 @@ bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the o
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/multiworker.py
+	$(BIN)/python benchmarks/parameter_server.py
 
 clean:
 	rm -rf $(VENV) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+
+from _child import Parent, phalanx_versions
 
 Operation = tuple[Callable[[], Any], Callable[[Any], float]]
 """Runs an operation once; a number of its result."""
@@ -44,13 +44,11 @@ class Phalanx:
         task = {"type": "worker", "index": rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
         os.environ["JAX_NUM_CPU_DEVICES"] = "1"
-        import jax
-
         import phalanx as px
 
         px.comm.init()
         self._comm, self._rank, self._ranks = px.comm, rank, len(addresses)
-        self.versions = {"Phalanx": version("phalanx"), "JAX": jax.__version__}
+        self.versions = phalanx_versions()
 
     def barrier(self) -> None:
         """Meet the others."""
@@ -187,22 +185,13 @@ class Torch:
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print; the pipe to the parent is for answers only
-
-    def say(**answer: Any) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
     kinds: dict[str, type[Phalanx] | type[Torch]] = {"phalanx": Phalanx, "torch": Torch}
     library = kinds[options["library"]](options["rank"], options["addresses"])
-    versions = library.versions | {"NumPy": np.__version__, "Python": platform.python_version()}
-    say(versions=versions)
-    for line in sys.stdin:
-        command = json.loads(line)
+    parent = Parent(library.versions)
+    for command in parent:
         if "overlap" in command:
             assert isinstance(library, Phalanx)
-            say(overlap=library.overlap(command["overlap"]))
+            parent.say(overlap=library.overlap(command["overlap"]))
             continue
         run, number = library.make(command["op"], command["form"], command["bytes"])
         first = number(run())
@@ -210,7 +199,7 @@ def main() -> None:
         start = time.perf_counter()
         for _ in range(command["steps"]):
             run()
-        say(seconds=time.perf_counter() - start, number=first)
+        parent.say(seconds=time.perf_counter() - start, number=first)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ might choose, such as reading ahead or not. Each is an iterable of batches; iter
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import platform
 import sys
 import threading
 import time
@@ -19,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
+
+from _child import Parent
 
 ROWS, WIDTH, BATCH = 60_000, 784, 256
 SMALL_BUFFER = 10_000
@@ -69,30 +69,12 @@ TOUCH: dict[str, Callable[[Any], tuple[int, float]]] = {"batch, all": every_numb
 # -- the conversation ----------------------------------------------------------------------------
 
 
-def answering() -> Callable[..., None]:
-    """A function that writes an answer; libraries may print, but not into the pipe to the parent."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(**answer: Any) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    return say
-
-
-def all_versions(versions: dict[str, str]) -> dict[str, str]:
-    return {**versions, "NumPy": np.__version__, "Python": platform.python_version()}
-
-
 def serve_pipelines(versions: dict[str, str], pipelines: Pipelines) -> None:
     """Say which settings there are for each case, then run epochs until the parent closes the pipe."""
-    say = answering()
-    say(versions=all_versions(versions))
-    say(settings={case: list(settings) for case, settings in pipelines.items()})
+    parent = Parent(versions)
+    parent.say(settings={case: list(settings) for case, settings in pipelines.items()})
     made: dict[tuple[str, str], Iterable[Any]] = {}
-    for line in sys.stdin:
-        command = json.loads(line)
+    for command in parent:
         case, setting, epochs = command["case"], command["setting"], command["epochs"]
         if (case, setting) not in made:
             made[case, setting] = pipelines[case][setting]()
@@ -106,7 +88,7 @@ def serve_pipelines(versions: dict[str, str], pipelines: Pipelines) -> None:
                 examples += count
                 total += part
         seconds = time.perf_counter() - begin
-        say(seconds=seconds, examples=examples, mean=total / max(examples, 1))
+        parent.say(seconds=seconds, examples=examples, mean=total / max(examples, 1))
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -162,8 +144,7 @@ def serve_memory(
         megabytes: the size of the inputs.
         pipeline: makes a dataset of arrays with batches of a size, without reading ahead.
     """
-    say = answering()
-    say(versions=all_versions(versions))
+    parent = Parent(versions)
     # A small dataset first, so that threads and caches of the library are not counted.
     for batch in pipeline(arrays(2 * BATCH), BATCH):
         first_column(batch)
@@ -178,7 +159,7 @@ def serve_memory(
         seconds = time.perf_counter() - begin
     if total != rows * (WIDTH + 1):
         raise SystemExit(f"wrong sum: {total}")
-    say(
+    parent.say(
         seconds=seconds,
         rows=rows,
         data=sum(a.nbytes for a in data),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import os
 import sys
 import time
@@ -23,6 +22,7 @@ import numpy as np
 
 import _data_common as common
 import phalanx as px
+from _child import Parent, phalanx_strategy, phalanx_versions
 
 OVERLAP_BATCH = 512
 OVERLAP_HIDDEN = 160
@@ -133,7 +133,7 @@ def overlap(waits: bool, devices: int) -> None:
 
     A command names what to run and how many steps; the answer has its wall-clock and processor time.
     """
-    from step import LEARNING_RATE, jax_loss, phalanx_strategy
+    from _mlp import LEARNING_RATE, jax_loss
 
     if devices == 1:
         os.environ["PJRT_NPROC"] = "1"  # JAX's threads; the input has the other processors
@@ -180,20 +180,18 @@ def overlap(waits: bool, devices: int) -> None:
         "both, reading ahead": with_input(ahead),
         "both, on demand": with_input(on_demand),
     }
-    say = common.answering()
-    say(versions=common.all_versions(versions()))
-    for line in sys.stdin:
-        command = json.loads(line)
+    parent = Parent(versions())
+    for command in parent:
         function = run[command["what"]]
         function()
         wall, processor = time.perf_counter(), time.process_time()
         for _ in range(command["steps"]):
             function()
-        say(wall=time.perf_counter() - wall, processor=time.process_time() - processor)
+        parent.say(wall=time.perf_counter() - wall, processor=time.process_time() - processor)
 
 
 def versions() -> dict[str, str]:
-    found = {"Phalanx": version("phalanx"), "JAX": jax.__version__}
+    found = phalanx_versions()
     if importlib.util.find_spec("google_crc32c"):
         found["google-crc32c"] = version("google-crc32c")
     return found

@@ -1,8 +1,8 @@
-"""What the benchmarks share: child processes, rounds in which they take turns, and result files.
+"""What the benchmarks share: options, child processes, rounds in which they take turns, result files.
 
 A benchmark compares variants, each in a process of its own. The children stay alive; the parent tells
 them in turn to run a round of steps, so that only one computes at a time and a busy spell of the
-machine hits all of them alike. The children's side of the conversation is `_eager_common.serve`.
+machine hits all of them alike. The children's side of the conversation is in `_child.py`.
 
 Only the standard library is needed here.
 """
@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import selectors
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,8 +26,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
+
+from peers import BenchmarkError, peer_python, say
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -37,10 +40,78 @@ STOP_DEADLINE = 10.0
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 V = TypeVar("V")
+W = TypeVar("W", bound="Variant")
+C = TypeVar("C", bound="Child | Ranks")
 
 
-class BenchmarkError(RuntimeError):
-    """The benchmark has no result."""
+# -- variants and options -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do it, or one library to do it with, and whose Python it needs."""
+
+    key: str
+    name: str
+    peer: str | None = None
+
+    @property
+    def python(self) -> Path:
+        """The interpreter that has the library; makes its environment if there is none."""
+        return peer_python(self.peer) if self.peer else Path(sys.executable)
+
+
+def wanted(variants: Sequence[W], peers: Sequence[str]) -> list[W]:
+    """The variants that need no other library, or one of these."""
+    return [v for v in variants if v.peer is None or v.peer in peers]
+
+
+def options_parser(description: str, rounds: int, peers: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The options that benchmarks share; `rounds` is the default."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=positive, default=rounds, help=f"default {rounds}")
+    if peers:
+        parser.add_argument(
+            "--peers",
+            nargs="*",
+            choices=peers,
+            default=peers,
+            help="libraries to compare with (default all; none if empty)",
+        )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="2 short rounds, to see that everything works; the result is printed only",
+    )
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options that were given."""
+    options = parser.parse_args()
+    options.rounds = 2 if options.quick else options.rounds
+    return options
+
+
+def positive(text: str) -> int:
+    """A positive number given on the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
+    return number
+
+
+def finish(name: str, report: Callable[[], str], keep: bool = True) -> int:
+    """Measure, print the result and write it to a file, if it is to be kept; the exit code."""
+    try:
+        text = report()
+    except (BenchmarkError, subprocess.TimeoutExpired) as error:
+        say(f"error: {error}")
+        return 1
+    print(text)
+    if keep:
+        write_result(name, text)
+    return 0
 
 
 # -- children -----------------------------------------------------------------------------------
@@ -79,12 +150,7 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._end()
         finally:
@@ -161,29 +227,120 @@ class Child:
         return ". It wrote:\n" + "\n".join(text.splitlines()[-20:]) if text else ", without a word"
 
 
+class Ranks:
+    """The processes of one variant that compute together; behaves like one `Child`."""
+
+    def __init__(self, name: str, python: Path, commands: Sequence[Sequence[str]]) -> None:
+        self.name = name
+        self._stack = ExitStack()
+        self._ranks = [
+            self._stack.enter_context(Child(f"{name}, rank {i}", python, command))
+            for i, command in enumerate(commands)
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        self._stack.close()
+
+    def versions(self) -> str:
+        """Wait until all ranks are ready; the versions of what the first one measures."""
+        with self._explained():
+            first, *_ = [r.versions() for r in self._ranks]
+        return first
+
+    def ask(self, what: str, deadline: float, **command: Any) -> list[dict[str, Any]]:
+        """Give all ranks a command; their answers."""
+        for rank in self._ranks:
+            rank.send(**command)
+        return self.receive(what, deadline)
+
+    def run(self, steps: int) -> Round:
+        """Let all ranks make some steps; it takes as long as the slowest."""
+        answers = self.ask(f"run {steps} steps", ROUND_DEADLINE + 2.0 * steps, steps=steps)
+        loss = statistics.fmean(a["loss"] for a in answers)
+        return Round(steps, max(a["seconds"] for a in answers), loss)
+
+    def receive(self, what: str, deadline: float) -> list[dict[str, Any]]:
+        """The next answer of each rank."""
+        with self._explained():
+            return [r.receive(what, deadline) for r in self._ranks]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Show what all ranks have written if one fails, because another may be the cause."""
+        try:
+            yield
+        except BenchmarkError as error:
+            words = "\n".join(f"{r.name}{r.last_words()}" for r in self._ranks)
+            raise BenchmarkError(f"{error}\n{words}") from None
+
+
+def free_addresses(count: int) -> tuple[str, ...]:
+    """Addresses at which no process listens at this moment."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in sockets)
+
+
+# -- measuring ----------------------------------------------------------------------------------
+
+
 @contextmanager
 def started(
-    variants: Sequence[V], start: Callable[[V], Child], versions: list[str]
-) -> Iterator[dict[V, Child]]:
+    variants: Sequence[V], start: Callable[[V], C], versions: list[str]
+) -> Iterator[dict[V, C]]:
     """All variants' children, ready to run; adds to `versions` what has not been listed yet."""
     with ExitStack() as stack:
         children = {v: stack.enter_context(start(v)) for v in variants}
         for child in children.values():
-            listed = child.versions()
-            if listed not in versions:
-                versions.append(listed)
+            list_versions(child, versions)
         yield children
 
 
-def take_turns(
-    children: Mapping[V, Child], rounds: int, steps: Mapping[V, int]
-) -> Iterator[dict[V, Round]]:
-    """Let the children run, one at a time, in an order that rotates; yields after every round."""
-    order = list(children)
+def list_versions(child: Child | Ranks, versions: list[str]) -> None:
+    """Wait until a child is ready; adds to `versions` what has not been listed yet."""
+    listed = child.versions()
+    if not any(listed in others for others in versions):
+        # The hand-written variants say less than those of the same library.
+        versions[:] = [*(v for v in versions if v not in listed), listed]
+
+
+def rotated(order: Sequence[V], rounds: int) -> Iterator[Sequence[V]]:
+    """What takes turns, round by round, beginning with another one each time."""
     for i in range(rounds):
         turn = i % len(order)
-        done = {v: children[v].run(steps[v]) for v in order[turn:] + order[:turn]}
-        yield {v: done[v] for v in order}
+        yield [*order[turn:], *order[:turn]]
+
+
+def take_turns(
+    children: Mapping[V, Child | Ranks], rounds: int, steps: Mapping[V, int]
+) -> Iterator[dict[V, Round]]:
+    """Let the children run, one at a time, in an order that rotates; yields after every round."""
+    for order in rotated(list(children), rounds):
+        done = {v: children[v].run(steps[v]) for v in order}
+        yield {v: done[v] for v in children}
+
+
+def steps_for(child: Child | Ranks, seconds: float, least: int = 3) -> int:
+    """How many steps a child that is warm can make in about this time."""
+    trial = child.run(3)
+    while trial.seconds < seconds / 5:
+        trial = child.run(4 * trial.steps)
+    return max(least, round(trial.steps * seconds / trial.seconds))
+
+
+def check_same(what: str, results: Mapping[str, float], tolerance: float) -> None:
+    """Refuse to compare variants that do not compute the same thing, up to a relative tolerance."""
+    first = next(iter(results.values()))
+    if not all(math.isclose(x, first, rel_tol=tolerance) for x in results.values()):
+        listing = "\n".join(f"  {name}: {x:.6f}" for name, x in results.items())
+        raise BenchmarkError(f"{what}: the results differ by more than {tolerance:g}:\n{listing}")
 
 
 # -- reporting ----------------------------------------------------------------------------------
@@ -226,19 +383,27 @@ def write_result(name: str, text: str) -> None:
     say_written(RESULTS / name)
 
 
+def pyplot() -> Any:
+    """Matplotlib's, which draws into files; None if it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("Matplotlib is not installed: there is no plot")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def errors(rounds: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
+    """Medians, and how far the rounds lie below and above each of them."""
+    medians = [statistics.median(r) for r in rounds]
+    below = [a - min(r) for a, r in zip(medians, rounds, strict=True)]
+    above = [max(r) - a for a, r in zip(medians, rounds, strict=True)]
+    return medians, [below, above]
+
+
 def say_written(path: Path) -> None:
     """Tell where a result is."""
     say(f"Written to {path.relative_to(HERE.parent)}")
-
-
-def say(text: str) -> None:
-    """Progress goes to standard error."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def positive(text: str) -> int:
-    """A positive number given on the command line."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
-    return number

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -19,8 +18,8 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import _eager_common as common
 import phalanx as px
+from _child import phalanx_strategy, phalanx_versions, serve
 
 ROWS = 32  # of a global batch
 LEARNING_RATE = 1e-3
@@ -93,7 +92,7 @@ def by_hand(replicas: int, steps: int) -> Callable[[], jax.Array]:
 
 
 def with_phalanx(replicas: int, kind: str, steps: int) -> Callable[[], jax.Array]:
-    strategy = px.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+    strategy = phalanx_strategy(replicas)
     with strategy.scope():
         weights = [px.Variable(w) for w in initial_weights()]
         optimizer = px.train.Optimizer(optax.adam(LEARNING_RATE))
@@ -156,8 +155,7 @@ def with_phalanx(replicas: int, kind: str, steps: int) -> Callable[[], jax.Array
 def main(replicas: int, kind: str, steps: int) -> None:
     px.config.ensure_cpu_devices(replicas)
     run = by_hand(replicas, steps) if kind == "hand" else with_phalanx(replicas, kind, steps)
-    versions = {"Phalanx": version("phalanx"), "JAX": jax.__version__}
-    common.serve(versions, lambda: None, lambda _: run(), float)
+    serve(phalanx_versions(), lambda: None, lambda _: run(), float)
 
 
 if __name__ == "__main__":

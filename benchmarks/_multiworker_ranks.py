@@ -2,7 +2,7 @@
 
 ``python _multiworker_ranks.py '{"variant": "phalanx", ...}'`` is one rank. It first writes a line of
 JSON with the times at which it came to certain points of its start, then talks with the parent like any
-child (see `_eager_common.serve`). All ranks of a group get the same commands at the same time.
+child (see `_child.serve`). All ranks of a group get the same commands at the same time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ BEGUN = time.monotonic()  # the clock of the whole machine, so that the parent c
 
 import numpy as np  # noqa: E402 - after the first look at the clock
 
-import step  # noqa: E402
-from _eager_common import serve  # noqa: E402
+import _mlp  # noqa: E402
+from _child import phalanx_versions, serve  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -99,9 +98,9 @@ def phalanx_rank(rank: Rank, marks: Marks) -> None:
     marks.set("joined")
     marks.say()
     if rank.task == "step":
-        step.serve_phalanx(step.Problem(rank.number, rank.replicas), strategy)
+        _mlp.serve_phalanx(_mlp.Problem(rank.number, rank.replicas), strategy)
     elif rank.task == "with and without":
-        phalanx_with_and_without(strategy, step.Problem(rank.number, rank.replicas))
+        phalanx_with_and_without(strategy, _mlp.Problem(rank.number, rank.replicas))
     elif rank.task == "ledger":
         phalanx_ledger(rank.number)
     else:
@@ -129,7 +128,7 @@ def phalanx_all_reduce(strategy: Any, nbytes: int, compiled: bool) -> None:
         return [strategy.reduce("sum", value, axis=None)]
 
     serve_reductions(
-        {"Phalanx": version("phalanx"), "JAX": jax.__version__},
+        phalanx_versions(),
         lambda: jax.block_until_ready(reduced()),
         lambda copies: float(copies[-1][0]),
     )
@@ -147,7 +146,7 @@ def hand_rank(rank: Rank, marks: Marks) -> None:
     marks.set("joined")
     marks.say()
     if rank.task == "step":
-        step.serve_hand(step.Problem(rank.number, rank.replicas))
+        _mlp.serve_hand(_mlp.Problem(rank.number, rank.replicas))
     else:
         hand_all_reduce(rank.number)
 
@@ -180,7 +179,7 @@ def tensorflow_rank(rank: Rank, marks: Marks) -> None:
     marks.set("joined")
     marks.say()
     if rank.task == "step":
-        step.serve_tensorflow(step.Problem(rank.number, rank.replicas), strategy)
+        _mlp.serve_tensorflow(_mlp.Problem(rank.number, rank.replicas), strategy)
     else:
         tensorflow_all_reduce(strategy, rank)
 
@@ -227,8 +226,8 @@ def torch_rank(rank: Rank, marks: Marks) -> None:
     marks.say()
     versions = {"torch": torch.__version__.split("+")[0]}
     if rank.task == "step":
-        reset, one_step = step.torch_training(step.Problem(rank.number, rank.replicas), rank.rank)
-        step.serve_steps(versions, reset, one_step, float)
+        reset, one_step = _mlp.torch_training(_mlp.Problem(rank.number, rank.replicas), rank.rank)
+        _mlp.serve_steps(versions, reset, one_step, float)
         return
     torch.set_num_threads(1)
     value = torch.full((rank.number // 4,), rank.rank + 1.0)
@@ -260,39 +259,39 @@ def serve_reductions(
 # -- what comparing and watching cost ---------------------------------------------------------------
 
 
-def phalanx_with_and_without(strategy: Any, problem: step.Problem) -> None:
+def phalanx_with_and_without(strategy: Any, problem: _mlp.Problem) -> None:
     """Training in which every second round leaves out the comparing of programs."""
-    from phalanx.execution.throttle import THROTTLE
+    from phalanx.job import shared_programs
 
-    ledger, rounds = THROTTLE.ledger, itertools.count()
+    ledger, rounds = shared_programs.ledger(), itertools.count()
 
     def switch() -> None:
-        THROTTLE.ledger = None if next(rounds) % 2 else ledger
+        shared_programs.use_ledger(None if next(rounds) % 2 else ledger)
 
-    step.serve_phalanx(problem, strategy, before_round=switch)
+    _mlp.serve_phalanx(problem, strategy, before_round=switch)
 
 
 def phalanx_ledger(calls: int) -> None:
     """Dispatch a program that does nothing; writes the medians in microseconds with and without."""
     import jax.numpy as jnp
 
-    from phalanx.execution.meetings import Meeting
     from phalanx.execution.throttle import THROTTLE
+    from phalanx.job.shared_programs import SharedProgram
 
     token = jnp.zeros(1).block_until_ready()
-    with_meeting: list[float] = []
+    with_shared: list[float] = []
     without: list[float] = []
     begin, before = time.perf_counter(), thread_seconds()
     while len(without) < calls:
-        for times in (with_meeting, without):
+        for times in (with_shared, without):
             for _ in range(100):
                 start = time.perf_counter_ns()
-                meeting = Meeting("nothing", "nothing", ()) if times is with_meeting else None
-                THROTTLE.dispatch(lambda: (None, token), meeting=meeting)
+                shared = SharedProgram("nothing", "nothing", ()) if times is with_shared else None
+                THROTTLE.dispatch(lambda: (None, token), shared=shared)
                 times.append((time.perf_counter_ns() - start) / 1e3)
     seconds, computed = time.perf_counter() - begin, thread_seconds() - before
     answer = {
-        "with": statistics.median(with_meeting),
+        "with": statistics.median(with_shared),
         "without": statistics.median(without),
         "threads": 1e6 * computed / seconds,
     }

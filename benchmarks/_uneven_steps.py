@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -15,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import _eager_common as common
 import phalanx as px
+from _child import phalanx_strategy, phalanx_versions, serve
+
+LEARNING_RATE = 0.002
 
 
 def sizes(replicas: int, width: int, kind: str) -> list[int]:
@@ -30,17 +31,13 @@ def sizes(replicas: int, width: int, kind: str) -> list[int]:
 
 
 def main(replicas: int, width: int, kind: str) -> None:
-    px.config.set_logical_device_configuration(
-        px.config.list_physical_devices("CPU")[0],
-        [px.config.LogicalDeviceConfiguration()] * replicas,
-    )
-    strategy = px.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+    strategy = phalanx_strategy(replicas)
     rng = np.random.default_rng(0)
     shapes = [(784, width), (width, width), (width, 10)]
     initial = [(rng.standard_normal(s) * np.sqrt(2 / s[0])).astype(np.float32) for s in shapes]
     with strategy.scope():
         weights = [px.Variable(w) for w in initial]
-        optimizer = px.train.Optimizer(optax.sgd(common.LEARNING_RATE))
+        optimizer = px.train.Optimizer(optax.sgd(LEARNING_RATE))
     rows = sizes(replicas, width, kind)
 
     def step(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -81,8 +78,7 @@ def main(replicas: int, width: int, kind: str) -> None:
         wait()
         return float(strategy.reduce("sum", losses, axis=None))
 
-    versions = {"Phalanx": version("phalanx"), "JAX": jax.__version__}
-    common.serve(versions, reset, lambda _: run(*batch), finish)
+    serve(phalanx_versions(), reset, lambda _: run(*batch), finish)
 
 
 if __name__ == "__main__":

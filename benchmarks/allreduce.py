@@ -16,22 +16,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from _harness import (
-    Child,
-    circumstances,
-    markdown_table,
-    median_and_spread,
-    positive,
-    ratios,
-    say,
-    started,
-    take_turns,
-    write_result,
-)
+import _harness as harness
+from _child import phalanx_strategy, phalanx_versions, serve
+from _harness import Child, markdown_table, median_and_spread
 
 EAGER = ["host", "XLA"]
 COMPILED = ["kept", "given back"]
@@ -49,12 +39,10 @@ def eager_child(variant: str, replicas: int, megabytes: int) -> None:
     import jax.numpy as jnp
 
     import phalanx as px
-    from _eager_common import serve
-    from phalanx.collectives import host
-    from step import phalanx_strategy
+    from phalanx.collectives import large_sums
 
     if variant == "XLA":
-        host.LARGE_TENSOR_BYTES = sys.maxsize
+        large_sums.LARGE_TENSOR_BYTES = sys.maxsize
     strategy = phalanx_strategy(replicas)
     value = strategy.experimental_distribute_values_from_function(
         lambda context: jnp.full(megabytes << 18, context.replica_id_in_sync_group + 1.0)
@@ -66,23 +54,22 @@ def eager_child(variant: str, replicas: int, megabytes: int) -> None:
     def step(_: int) -> Any:
         return jax.block_until_ready(strategy.run(all_reduce, args=(value,)).values)
 
-    versions = {"Phalanx": version("phalanx"), "JAX": jax.__version__}
-    serve(versions, lambda: step(0), step, lambda copies: float(copies[0][0]))
+    serve(phalanx_versions(), lambda: step(0), step, lambda copies: float(copies[0][0]))
 
 
 def compiled_child(variant: str, replicas: int, width: int) -> None:
     """The training step of step.py."""
     os.environ["PHALANX_RETAIN_HOST_MEMORY"] = "1" if variant == "kept" else "0"
-    import step
+    import _mlp
 
-    step.phalanx_child(step.Problem(width, replicas))
+    _mlp.phalanx_child(_mlp.Problem(width, replicas))
 
 
 # -- parent --------------------------------------------------------------------------------------
 
 
 def child(kind: str, number: int, replicas: int, variant: str) -> Child:
-    arguments = [str(Path(__file__)), "--child", kind, variant, str(replicas), str(number)]
+    arguments = [__file__, "child", kind, variant, str(replicas), str(number)]
     return Child(f"{variant}, {replicas} replicas, {number}", Path(sys.executable), arguments)
 
 
@@ -90,14 +77,14 @@ def row(
     kind: str, variants: Sequence[str], number: int, replicas: int, options: Any, versions: list[str]
 ) -> list[str]:
     """One line of a table: the times of two variants, and their ratio."""
-    say(f"{kind}: {number}, {replicas} replicas")
-    with started(variants, partial(child, kind, number, replicas), versions) as children:
+    harness.say(f"{kind}: {number}, {replicas} replicas")
+    with harness.started(variants, partial(child, kind, number, replicas), versions) as children:
         trial = {v: c.run(2).milliseconds for v, c in children.items()}
         steps = {v: max(2, int(options.seconds * 1000 / ms)) for v, ms in trial.items()}
-        rounds = list(take_turns(children, options.rounds, steps))
+        rounds = list(harness.take_turns(children, options.rounds, steps))
     times = {v: [r[v].milliseconds for r in rounds] for v in variants}
     first, second = (times[v] for v in variants)
-    ratio = ratios(first, second)
+    ratio = harness.ratios(first, second)
     cells = [median_and_spread(times[v]) for v in variants]
     return [str(number), str(replicas), *cells, f"{statistics.median(ratio):.2f}"]
 
@@ -128,26 +115,24 @@ shows the noise.
 
 ## Circumstances
 
-{circumstances(versions)} The load average was {load:.1f} before the first process was started.
+{harness.circumstances(versions)} The load average was {load:.1f} before the first process was started.
 """
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=positive, default=5)
+    parser = harness.options_parser("Time large all-reduces between CPU devices.", 5)
     parser.add_argument("--seconds", type=float, default=0.5, help="how long a round takes, about")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        kind, variant, replicas, number = options.child
-        serve = eager_child if kind == "eager" else compiled_child
-        serve(variant, int(replicas), int(number))
-        return 0
-    text = report(options)
-    print(text)
-    write_result("allreduce.md", text)
-    return 0
+    options = harness.parse(parser)
+    return harness.finish("allreduce.md", lambda: report(options), keep=not options.quick)
+
+
+def child_main(kind: str, variant: str, replicas: str, number: str) -> None:
+    serve_kind = eager_child if kind == "eager" else compiled_child
+    serve_kind(variant, int(replicas), int(number))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["child"]:
+        child_main(*sys.argv[2:])
+    else:
+        sys.exit(main())

@@ -6,21 +6,21 @@
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import _harness as harness
 import phalanx as px
-from _harness import circumstances, markdown_table, positive, say, write_result
+from _child import phalanx_versions
 from phalanx.execution.throttle import THROTTLE
 
 BUDGETS = {6: 30, 100: 60}  # microseconds
@@ -38,7 +38,7 @@ class Case:
 
 
 class Watch:
-    """Times what is inside of a call: the jitted program."""
+    """Times the jitted program alone."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -113,7 +113,7 @@ def measure(variables: int, replicas: int, rounds: int) -> Case:
         case.by_hand.append(1e6 * (time.perf_counter() - begin))
         result.block_until_ready()
     THROTTLE.start = watch._start  # type: ignore[method-assign]
-    say(f"{variables} variables, {replicas} replica(s): {statistics.median(case.around):.0f} us")
+    harness.say(f"{variables} variables, {replicas} replicas: {statistics.median(case.around):.0f} us")
     return case
 
 
@@ -134,7 +134,7 @@ def report(cases: Sequence[Case], rounds: int, versions: Sequence[str]) -> str:
         )
     return f"""# Calls
 
-{markdown_table(rows)}
+{harness.markdown_table(rows)}
 
 Measured: calls of a compiled function that adds to each of its variables and sums a number over
 replicas, and of `jax.jit` around `jax.shard_map` that does the same with a list of donated arrays. Both
@@ -142,25 +142,26 @@ are in one process and take turns, and each call waits for the one before. A cal
 of Python and of the call of the jitted program, which are given apart; times end when the call
 returns. They are medians over {rounds} calls, with the quartiles of the first.
 
-{circumstances(versions)}
+{harness.circumstances(versions)}
 
 To repeat: `python benchmarks/calls.py --rounds {rounds}`.
 """
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Time calls of compiled functions.")
-    parser.add_argument("--rounds", type=positive, default=2000, help="calls (default 2000)")
-    parser.add_argument("--variables", type=positive, nargs="+", default=[6, 100])
-    parser.add_argument("--replicas", type=positive, nargs="+", default=[1, 2])
-    options = parser.parse_args()
+    parser = harness.options_parser("Time calls of compiled functions.", 2000)
+    parser.add_argument("--variables", type=harness.positive, nargs="+", default=[6, 100])
+    parser.add_argument("--replicas", type=harness.positive, nargs="+", default=[1, 2])
+    options = harness.parse(parser)
     px.config.ensure_cpu_devices(max(options.replicas))
-    cases = [measure(v, r, options.rounds) for v in options.variables for r in options.replicas]
-    versions = [f"Phalanx {version('phalanx')}", f"JAX {jax.__version__}"]
-    text = report(cases, options.rounds, versions)
-    print(text)
-    write_result("calls.md", text)
-    return 0
+
+    def measured() -> str:
+        counts = itertools.product(options.variables, options.replicas)
+        cases = [measure(variables, replicas, options.rounds) for variables, replicas in counts]
+        versions = [f"{name} {number}" for name, number in phalanx_versions().items()]
+        return report(cases, options.rounds, versions)
+
+    return harness.finish("calls.md", measured, keep=not options.quick)
 
 
 if __name__ == "__main__":

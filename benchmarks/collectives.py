@@ -20,28 +20,11 @@ import json
 import os
 import statistics
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from _harness import (
-    HERE,
-    RESULTS,
-    ROUND_DEADLINE,
-    BenchmarkError,
-    Child,
-    circumstances,
-    markdown_table,
-    median_and_spread,
-    positive,
-    ratios,
-    say,
-    started,
-    write_result,
-)
-from multiworker import free_ports
-from peers import PeerError, peer_python
+import _harness as harness
+from _harness import HERE, RESULTS, ROUND_DEADLINE, markdown_table, median_and_spread, ratios, say
 
 SECTIONS = ("all_reduce", "others", "overlap")
 RANKS = (2, 4)
@@ -56,7 +39,7 @@ MOST_STEPS = 2000
 
 
 @dataclass(frozen=True)
-class Variant:
+class Form:
     """A library, and what it is given."""
 
     library: str
@@ -67,49 +50,28 @@ class Variant:
         return "torch" if self.library == "torch" else self.form
 
 
-TORCH = Variant("torch", "in place")
-JAX = Variant("phalanx", "JAX arrays")
-NUMPY = Variant("phalanx", "NumPy arrays")
-IN_PLACE = Variant("phalanx", "in place")
-VARIANTS = (TORCH, IN_PLACE, NUMPY, JAX)
+TORCH = Form("torch", "in place")
+JAX = Form("phalanx", "JAX arrays")
+NUMPY = Form("phalanx", "NumPy arrays")
+IN_PLACE = Form("phalanx", "in place")
+FORMS = (TORCH, IN_PLACE, NUMPY, JAX)
 
 
-class Gang:
-    """All ranks of a library; behaves like one `Child`."""
+class Library(harness.Ranks):
+    """All ranks of a library."""
 
     def __init__(self, library: str, ranks: int) -> None:
-        python = peer_python("torch") if library == "torch" else Path(sys.executable)
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(ranks)]
-        self._stack = ExitStack()
-        self._ranks: list[Child] = []
-        for rank in range(ranks):
-            options = json.dumps({"library": library, "rank": rank, "addresses": addresses})
-            arguments = [str(HERE / "_collectives_ranks.py"), options]
-            child = Child(f"{library}, rank {rank} of {ranks}", python, arguments)
-            self._ranks.append(self._stack.enter_context(child))
+        addresses = harness.free_addresses(ranks)
+        options = [{"library": library, "rank": i, "addresses": addresses} for i in range(ranks)]
+        script = str(HERE / "_collectives_ranks.py")
+        python = harness.Variant(library, library, "torch" if library == "torch" else None).python
+        super().__init__(
+            f"{library}, {ranks} ranks", python, [[script, json.dumps(each)] for each in options]
+        )
 
-    def __enter__(self) -> Gang:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for rank in self._ranks:
-            rank.kill()
-        self._stack.close()
-
-    def versions(self) -> str:
-        """Wait until all ranks are ready; the versions of what the first one measures."""
-        first, *_ = [r.versions() for r in self._ranks]
-        return first
-
-    def ask(self, **command: Any) -> list[dict[str, Any]]:
-        """Give all ranks a command; their answers."""
-        for rank in self._ranks:
-            rank.send(**command)
-        return [r.receive(str(command), ROUND_DEADLINE) for r in self._ranks]
-
-    def run(self, op: str, form: str, nbytes: int, steps: int) -> tuple[float, list[float]]:
+    def time(self, op: str, form: str, nbytes: int, steps: int) -> tuple[float, list[float]]:
         """Microseconds of an operation on the slowest rank, and the number that each rank got."""
-        answers = self.ask(op=op, form=form, bytes=nbytes, steps=steps)
+        answers = self.ask(op, ROUND_DEADLINE, op=op, form=form, bytes=nbytes, steps=steps)
         seconds = max(a["seconds"] for a in answers)
         return 1e6 * seconds / steps, [a["number"] for a in answers]
 
@@ -117,41 +79,42 @@ class Gang:
 # -- measuring -----------------------------------------------------------------------------------------
 
 
-def compare(gangs: dict[str, Gang], op: str, nbytes: int, options: Any) -> dict[str, list[float]]:
-    """Microseconds by round of all variants, which take turns in an order that rotates."""
+def compare(
+    libraries: dict[str, Library], op: str, nbytes: int, options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Microseconds by round of all forms, which take turns in an order that rotates."""
     steps, numbers = {}, {}
-    for variant in VARIANTS:
-        trial, numbers[variant.name] = gangs[variant.library].run(op, variant.form, nbytes, 3)
-        steps[variant] = max(2, min(MOST_STEPS, int(options.seconds * 1e6 / trial)))
+    for form in FORMS:
+        trial, numbers[form.name] = libraries[form.library].time(op, form.form, nbytes, 3)
+        steps[form] = max(2, min(MOST_STEPS, int(options.seconds * 1e6 / trial)))
     if len({str(n) for n in numbers.values()}) > 1:
-        raise BenchmarkError(f"{op} of {nbytes} bytes: the results differ: {numbers}")
-    found: dict[str, list[float]] = {v.name: [] for v in VARIANTS}
-    for i in range(options.rounds):
-        turn = i % len(VARIANTS)
-        for v in VARIANTS[turn:] + VARIANTS[:turn]:
-            found[v.name].append(gangs[v.library].run(op, v.form, nbytes, steps[v])[0])
-    say(
-        f"{op} {size(nbytes)}: {', '.join(f'{k} {statistics.median(t):.0f}' for k, t in found.items())}"
-    )
+        raise harness.BenchmarkError(f"{op} of {nbytes} bytes: the results differ: {numbers}")
+    found: dict[str, list[float]] = {form.name: [] for form in FORMS}
+    for turns in harness.rotated(FORMS, options.rounds):
+        for form in turns:
+            took, _ = libraries[form.library].time(op, form.form, nbytes, steps[form])
+            found[form.name].append(took)
+    medians = ", ".join(f"{name} {statistics.median(times):.0f}" for name, times in found.items())
+    say(f"{op} {size(nbytes)}: {medians}")
     return found
 
 
 def measure(options: argparse.Namespace, versions: list[str], kept: dict[str, Any]) -> None:
     for ranks in options.ranks:
-        libraries = [v for v in ("torch", "phalanx") if v != "torch" or options.only != ["overlap"]]
-        say(f"{ranks} processes: starting {', '.join(libraries)}")
-        with started(libraries, lambda v, n=ranks: Gang(v, n), versions) as gangs:  # type: ignore[misc]
+        names = ["phalanx"] if options.only == ["overlap"] else ["torch", "phalanx"]
+        say(f"{ranks} processes: starting {', '.join(names)}")
+        with harness.started(names, lambda v, n=ranks: Library(v, n), versions) as libraries:
             if "all_reduce" in options.only:
                 kept["all_reduce"][str(ranks)] = {
-                    str(nbytes): compare(gangs, "all_reduce", nbytes, options) for nbytes in SIZES
+                    str(nbytes): compare(libraries, "all_reduce", nbytes, options) for nbytes in SIZES
                 }
             if "others" in options.only:
                 kept["others"][str(ranks)] = {
-                    op: {str(nbytes): compare(gangs, op, nbytes, options) for nbytes in SOME_SIZES}
+                    op: {str(nbytes): compare(libraries, op, nbytes, options) for nbytes in SOME_SIZES}
                     for op in OTHERS
                 }
             if "overlap" in options.only and ranks == RANKS[0]:
-                answers = gangs["phalanx"].ask(overlap=OVERLAP_BYTES)
+                answers = libraries["phalanx"].ask("overlap", ROUND_DEADLINE, overlap=OVERLAP_BYTES)
                 kept["overlap"] = [a["overlap"] for a in answers]
                 say(f"overlap: {kept['overlap']}")
 
@@ -165,7 +128,7 @@ def size(nbytes: int) -> str:
 
 def rows_of(found: dict[str, dict[str, list[float]]]) -> list[list[str]]:
     """One line per size: microseconds of all, and how many times as fast as torch Phalanx is."""
-    ours = [v.name for v in VARIANTS if v is not TORCH]
+    ours = [v.name for v in FORMS if v is not TORCH]
     lines = [["size", *(f"{n}, us" for n in ("torch", *ours)), *(f"torch / {n}" for n in ours)]]
     for nbytes, times in found.items():
         cells = [f"{statistics.median(times[n]):.0f}" for n in ("torch", *ours)]
@@ -182,7 +145,7 @@ def slower(kept: dict[str, Any]) -> list[str]:
     found = []
     for what, table in tables.items():
         for nbytes, times in table.items():
-            for name in (v.name for v in VARIANTS if v is not TORCH):
+            for name in (v.name for v in FORMS if v is not TORCH):
                 ratio = statistics.median(ratios(times["torch"], times[name]))
                 if int(nbytes) >= BUDGET_FROM and ratio < 1:
                     found.append(f"{what}, {size(int(nbytes))}, {name}: {ratio:.2f}")
@@ -258,35 +221,33 @@ The size is that of the larger side.
 
 ## Circumstances
 
-{circumstances(kept["versions"])} The load average was {kept["load"]:.1f} before the first process was
-started.
+{harness.circumstances(kept["versions"])} The load average was {kept["load"]:.1f} before the first
+process was started.
 """
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--seconds", type=float, default=0.2, help="how long a turn takes, about")
-    parser.add_argument("--ranks", type=positive, nargs="+", default=list(RANKS))
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    options = parser.parse_args()
+def measure_and_report(options: argparse.Namespace) -> str:
+    """Measure the chosen sections; the whole result as Markdown."""
     path = RESULTS / "collectives.json"
     kept: dict[str, Any] = {"all_reduce": {}, "others": {}, "overlap": [], "versions": []}
     if path.exists():
         kept = json.loads(path.read_text())
     kept["load"] = os.getloadavg()[0]
     versions: list[str] = []
-    try:
-        measure(options, versions, kept)
-    except (BenchmarkError, PeerError) as error:
-        say(str(error))
-        return 1
+    measure(options, versions, kept)
     kept["versions"] = list(dict.fromkeys([*kept["versions"], *versions]))
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-    text = report(kept)
-    print(text)
-    write_result("collectives.md", text)
-    return 0
+    if not options.quick:
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+    return report(kept)
+
+
+def main() -> int:
+    parser = harness.options_parser("Time collectives between processes beside torch's.", 5)
+    parser.add_argument("--seconds", type=float, default=0.2, help="how long a turn takes, about")
+    parser.add_argument("--ranks", type=harness.positive, nargs="+", default=list(RANKS))
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    options = harness.parse(parser)
+    return harness.finish("collectives.md", lambda: measure_and_report(options), keep=not options.quick)
 
 
 if __name__ == "__main__":

@@ -27,22 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import _data_common as common
-from _harness import (
-    HERE,
-    RESULTS,
-    BenchmarkError,
-    Child,
-    circumstances,
-    markdown_table,
-    median_and_spread,
-    positive,
-    ratios,
-    say,
-    say_written,
-    started,
-    write_result,
-)
-from peers import PeerError, peer_python
+import _harness as harness
+from _harness import HERE, Child, Variant, markdown_table, median_and_spread, ratios, say
 
 DEADLINE = 180.0
 MEAN_TOLERANCE = 1e-5  # relative
@@ -60,18 +46,9 @@ OVERLAP_KINDS = {
 OVERLAP_PARTS = ("step", "input", "both, on demand", "both, reading ahead")
 
 
-@dataclass(frozen=True)
-class Library:
-    """Something that makes pipelines."""
-
-    key: str
-    name: str
-    peer: str | None = None
-
-
-PHALANX = Library("phalanx", "Phalanx")
-TENSORFLOW = Library("tensorflow", "tf.data", peer="tensorflow")
-GRAIN = Library("grain", "Grain", peer="grain")
+PHALANX = Variant("phalanx", "Phalanx")
+TENSORFLOW = Variant("tensorflow", "tf.data", peer="tensorflow")
+GRAIN = Variant("grain", "Grain", peer="grain")
 LIBRARIES = (PHALANX, TENSORFLOW, GRAIN)
 
 CASES = {
@@ -100,14 +77,14 @@ class Measurement:
     """One case: examples per second by round, for each setting of each library."""
 
     case: str
-    rates: dict[tuple[Library, str], list[float]] = field(default_factory=dict)
+    rates: dict[tuple[Variant, str], list[float]] = field(default_factory=dict)
 
-    def best(self, library: Library) -> str | None:
+    def best(self, library: Variant) -> str | None:
         """The library's fastest setting, if it knows the case."""
         settings = {s: statistics.median(r) for (of, s), r in self.rates.items() if of is library}
         return max(settings, key=settings.__getitem__) if settings else None
 
-    def rounds(self, library: Library) -> list[float]:
+    def rounds(self, library: Variant) -> list[float]:
         """Examples per second with the fastest setting."""
         setting = self.best(library)
         return [] if setting is None else self.rates[library, setting]
@@ -120,24 +97,24 @@ def run(child: Child, case: str, setting: str, epochs: int) -> dict[str, Any]:
 
 
 def measure_pipelines(
-    pythons: Mapping[Library, Path], rounds: int, seconds: float, folder: Path, versions: list[str]
+    libraries: Sequence[Variant], rounds: int, seconds: float, folder: Path, versions: list[str]
 ) -> list[Measurement]:
     """Run all cases, each in rounds in which the libraries and their settings take turns."""
 
-    def start(library: Library) -> Child:
+    def start(library: Variant) -> Child:
         arguments = [str(HERE / f"_data_{library.key}.py"), "pipelines", str(folder)]
-        return Child(library.name, pythons[library], arguments)
+        return Child(library.name, library.python, arguments)
 
-    say(f"pipelines: starting {len(pythons)} processes")
-    with started(list(pythons), start, versions) as children:
+    say(f"pipelines: starting {len(libraries)} processes")
+    with harness.started(libraries, start, versions) as children:
         settings = {v: child.receive("settings", DEADLINE)["settings"] for v, child in children.items()}
         return [measure_case(case, children, settings, rounds, seconds) for case in CASES]
 
 
 def measure_case(
     case: str,
-    children: Mapping[Library, Child],
-    settings: Mapping[Library, Mapping[str, Sequence[str]]],
+    children: Mapping[Variant, Child],
+    settings: Mapping[Variant, Mapping[str, Sequence[str]]],
     rounds: int,
     seconds: float,
 ) -> Measurement:
@@ -151,9 +128,8 @@ def measure_case(
         epochs[library, setting] = max(1, round(seconds / trial["seconds"]))
     check_means(case, means)
     measurement = Measurement(case, {of: [] for of in order})
-    for i in range(rounds):
-        turn = i % len(order)
-        for library, setting in order[turn:] + order[:turn]:
+    for turns in harness.rotated(order, rounds):
+        for library, setting in turns:
             done = run(children[library], case, setting, epochs[library, setting])
             measurement.rates[library, setting].append(done["examples"] / done["seconds"])
             means[library, setting] = done["mean"]
@@ -164,13 +140,10 @@ def measure_case(
     return measurement
 
 
-def check_means(case: str, means: Mapping[tuple[Library, str], float]) -> None:
+def check_means(case: str, means: Mapping[tuple[Variant, str], float]) -> None:
     """Refuse to compare pipelines that do not give the same examples."""
-    expected = next(iter(means.values()))
-    if all(math.isclose(m, expected, rel_tol=MEAN_TOLERANCE) for m in means.values()):
-        return
-    listing = "\n".join(f"  {v.name}, {setting}: {mean:.6f}" for (v, setting), mean in means.items())
-    raise BenchmarkError(f"The means of the examples differ in the case '{case}':\n{listing}")
+    results = {f"{library.name}, {setting}": mean for (library, setting), mean in means.items()}
+    harness.check_same(f"the means of the examples in the case '{case}'", results, MEAN_TOLERANCE)
 
 
 # -- steps with input ------------------------------------------------------------------------------
@@ -211,12 +184,11 @@ def measure_overlap(kind: str, rounds: int, steps: int) -> Overlap:
     arguments = [str(HERE / "_data_phalanx.py"), "overlap", kind]
     with Child(f"steps with input ({kind})", Path(sys.executable), arguments) as child:
         child.versions()
-        for i in range(-1, rounds):  # the first round warms up
-            turn = i % len(OVERLAP_PARTS)
-            for part in OVERLAP_PARTS[turn:] + OVERLAP_PARTS[:turn]:
+        for i, parts in enumerate(harness.rotated(OVERLAP_PARTS, rounds + 1)):
+            for part in parts:
                 child.send(what=part, steps=steps)
                 done = child.receive(part, DEADLINE)
-                if i >= 0:
+                if i > 0:  # the first round warms up
                     overlap.wall[part].append(1000 * done["wall"] / steps)
                     overlap.processor[part].append(1000 * done["processor"] / steps)
     times = ", ".join(f"{part} {statistics.median(t):.2f}" for part, t in overlap.wall.items())
@@ -227,17 +199,17 @@ def measure_overlap(kind: str, rounds: int, steps: int) -> Overlap:
 # -- memory --------------------------------------------------------------------------------------
 
 
-def measure_memory(pythons: Mapping[Library, Path], megabytes: int) -> dict[Library, dict[str, float]]:
+def measure_memory(libraries: Sequence[Variant], megabytes: int) -> dict[Variant, dict[str, float]]:
     """One library after the other, each if there is memory enough."""
     found = {}
-    for library, python in pythons.items():
+    for library in libraries:
         # tf.data copies the arrays, and its shuffle buffer holds all rows once more.
         needed = (4 if library is TENSORFLOW else 2) * megabytes
         if available_megabytes() < needed:
             say(f"memory: {library.name} is left out, it needs {needed} MB")
             continue
         arguments = [str(HERE / f"_data_{library.key}.py"), "memory", str(megabytes)]
-        with Child(f"memory of {library.name}", python, arguments) as child:
+        with Child(f"memory of {library.name}", library.python, arguments) as child:
             child.versions()
             found[library] = child.receive("memory", DEADLINE)
         say(f"memory: {library.name} takes {found[library]['extra'] / 1e6:,.0f} MB")
@@ -255,7 +227,7 @@ def available_megabytes() -> float:
 # -- reporting -----------------------------------------------------------------------------------
 
 
-def rates_table(measurements: Sequence[Measurement], libraries: Sequence[Library]) -> str:
+def rates_table(measurements: Sequence[Measurement], libraries: Sequence[Variant]) -> str:
     rows = [["pipeline", *(v.name for v in libraries)]]
     for m in measurements:
         rates = [[r / 1000 for r in m.rounds(v)] for v in libraries]
@@ -263,7 +235,7 @@ def rates_table(measurements: Sequence[Measurement], libraries: Sequence[Library
     return markdown_table(rows)
 
 
-def ratios_table(measurements: Sequence[Measurement], libraries: Sequence[Library]) -> str:
+def ratios_table(measurements: Sequence[Measurement], libraries: Sequence[Variant]) -> str:
     others = [v for v in libraries if v is not PHALANX]
     rows = [["pipeline", *(f"Phalanx / {v.name}" for v in others), "budget (tf.data)"]]
     for m in measurements:
@@ -281,7 +253,7 @@ def verdict(case: str, relative: Sequence[float]) -> str:
 
 
 def records_table(
-    measurements: Sequence[Measurement], libraries: Sequence[Library], size: float
+    measurements: Sequence[Measurement], libraries: Sequence[Variant], size: float
 ) -> str:
     """Megabytes of the file per second; `size` is that of one record."""
     shown = [m for m in measurements if m.case in RECORD_CASES]
@@ -293,7 +265,7 @@ def records_table(
     return markdown_table(rows)
 
 
-def settings_table(measurements: Sequence[Measurement], libraries: Sequence[Library]) -> str:
+def settings_table(measurements: Sequence[Measurement], libraries: Sequence[Variant]) -> str:
     rows = [["pipeline", *(v.name for v in libraries)]]
     rows += [[CASES[m.case], *(m.best(v) or NOTHING for v in libraries)] for m in measurements]
     return markdown_table(rows)
@@ -317,7 +289,7 @@ def overlap_ratios_table(overlaps: Sequence[Overlap]) -> str:
     return markdown_table(rows)
 
 
-def memory_table(memory: Mapping[Library, Mapping[str, float]]) -> str:
+def memory_table(memory: Mapping[Variant, Mapping[str, float]]) -> str:
     head = ["arrays", "a batch", "row numbers", "peak above the start", "seconds", "budget"]
     rows = [["library", *head]]
     for library, found in memory.items():
@@ -333,14 +305,14 @@ def memory_table(memory: Mapping[Library, Mapping[str, float]]) -> str:
 def report(
     measurements: Sequence[Measurement],
     overlaps: Sequence[Overlap],
-    memory: Mapping[Library, Mapping[str, float]],
+    memory: Mapping[Variant, Mapping[str, float]],
     record_size: float,
     versions: Sequence[str],
     load: float,
     options: argparse.Namespace,
 ) -> str:
     """The whole result as Markdown."""
-    libraries = [v for v in LIBRARIES if v.peer is None or v.peer in options.peers]
+    libraries = harness.wanted(LIBRARIES, options.peers)
     peers = " ".join(["--peers", *options.peers])
     return f"""# Input pipelines
 
@@ -390,7 +362,7 @@ If reading ahead overlaps entirely, both take as long as the longer one. But ste
 processors, of which there are {os.cpu_count()} here: the last column of the first table is the
 processor time of step and input alone, divided by that number. Nothing can be faster than that. And a
 step that computes on all processors waits for the slowest of them at each operation: where none is left
-for the input, the time that the input computes is added to the step's, whoever reads ahead.
+for the input, the time that the input computes is added to the step's, whichever library reads ahead.
 
 ## Memory
 
@@ -404,9 +376,9 @@ to know a random order of all of them), and half a megabyte for everything else.
 
 ## Circumstances
 
-{circumstances(versions)} Each library has a process of its own, and one works at a time; they take
-turns in an order that rotates. The load average of the machine was {load:.1f} before the first process
-was started; where rounds differ much, other work has taken part of it.
+{harness.circumstances(versions)} Each library has a process of its own, and one works at a time; they
+take turns in an order that rotates. The load average of the machine was {load:.1f} before the first
+process was started; where rounds differ much, other work has taken part of it.
 
 To repeat: `python benchmarks/data.py --rounds {options.rounds} {peers}`.
 """
@@ -414,24 +386,17 @@ To repeat: `python benchmarks/data.py --rounds {options.rounds} {peers}`.
 
 def plot(measurements: Sequence[Measurement], path: Path) -> None:
     """A bar for each case and library, on a logarithmic axis."""
-    try:
-        import matplotlib
-    except ImportError:
-        say("Matplotlib is not installed: there is no plot")
+    pyplot = harness.pyplot()
+    if pyplot is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, ax = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for i, library in enumerate(LIBRARIES):
         shown = [(j, m.rounds(library)) for j, m in enumerate(measurements) if m.rounds(library)]
         if not shown:
             continue
-        medians = [statistics.median(r) for _, r in shown]
-        below = [a - min(r) for a, (_, r) in zip(medians, shown, strict=True)]
-        above = [max(r) - a for a, (_, r) in zip(medians, shown, strict=True)]
+        medians, errors = harness.errors([r for _, r in shown])
         at = [j + 0.27 * (i - 1) for j, _ in shown]
-        ax.barh(at, medians, 0.25, xerr=[below, above], label=library.name)
+        ax.barh(at, medians, 0.25, xerr=errors, label=library.name)
     ax.set_xscale("log")
     ax.set_yticks(range(len(measurements)), [CASES[m.case].replace("`", "") for m in measurements])
     ax.invert_yaxis()
@@ -440,30 +405,10 @@ def plot(measurements: Sequence[Measurement], path: Path) -> None:
     ax.legend(fontsize=8)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
-    say_written(path)
+    harness.say_written(path)
 
 
 # -- the command -----------------------------------------------------------------------------------
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time input pipelines side by side.")
-    parser.add_argument("--rounds", type=positive, help="rounds per pipeline (default 5)")
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        choices=["tensorflow", "grain"],
-        default=["tensorflow", "grain"],
-        help="libraries to compare with (default all; none if empty)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="2 short rounds, to see that everything works; the result is printed only",
-    )
-    options = parser.parse_args()
-    options.rounds = options.rounds or (2 if options.quick else 5)
-    return options
 
 
 def write_records(folder: Path) -> float:
@@ -471,35 +416,33 @@ def write_records(folder: Path) -> float:
     command = [sys.executable, str(HERE / "_data_phalanx.py"), "write", str(folder)]
     done = subprocess.run(command, check=False, timeout=DEADLINE, capture_output=True, text=True)
     if done.returncode:
-        raise BenchmarkError(f"The records could not be written:\n{done.stderr.strip()}")
+        raise harness.BenchmarkError(f"The records could not be written:\n{done.stderr.strip()}")
     return (folder / common.RECORD_FILE).stat().st_size / common.RECORDS
 
 
 def main() -> int:
-    options = parse_options()
-    versions: list[str] = []
-    load = os.getloadavg()[0]
+    peers = ["tensorflow", "grain"]
+    options = harness.parse(harness.options_parser("Time input pipelines side by side.", 5, peers))
     seconds, steps, megabytes = (0.05, 20, 256) if options.quick else (0.25, 150, 2048)
-    try:
-        pythons = {
-            v: peer_python(v.peer) if v.peer else Path(sys.executable)
-            for v in LIBRARIES
-            if v.peer is None or v.peer in options.peers
-        }
-        memory = measure_memory(pythons, megabytes)
+    pipelines: list[Measurement] = []
+
+    def measured() -> str:
+        versions: list[str] = []
+        load = os.getloadavg()[0]
+        libraries = harness.wanted(LIBRARIES, options.peers)
+        memory = measure_memory(libraries, megabytes)
         overlaps = [measure_overlap(kind, options.rounds, steps) for kind in OVERLAP_KINDS]
         with tempfile.TemporaryDirectory() as folder:
             size = write_records(Path(folder))
-            pipelines = measure_pipelines(pythons, options.rounds, seconds, Path(folder), versions)
-    except (BenchmarkError, PeerError, subprocess.TimeoutExpired) as error:
-        say(f"error: {error}")
-        return 1
-    text = report(pipelines, overlaps, memory, size, versions, load, options)
-    print(text)
-    if not options.quick:
-        write_result("data.md", text)
-        plot(pipelines, RESULTS / "data.png")
-    return 0
+            pipelines.extend(
+                measure_pipelines(libraries, options.rounds, seconds, Path(folder), versions)
+            )
+        return report(pipelines, overlaps, memory, size, versions, load, options)
+
+    failed = harness.finish("data.md", measured, keep=not options.quick)
+    if not failed and not options.quick:
+        plot(pipelines, harness.RESULTS / "data.png")
+    return failed
 
 
 if __name__ == "__main__":

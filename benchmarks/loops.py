@@ -6,27 +6,14 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _harness import (
-    HERE,
-    BenchmarkError,
-    Child,
-    circumstances,
-    markdown_table,
-    median_and_spread,
-    positive,
-    ratios,
-    say,
-    started,
-    take_turns,
-    write_result,
-)
+import _harness as harness
+from _harness import Child, median_and_spread, ratios, say
 
 HAND = "hand"
 NAMES = {
@@ -55,14 +42,14 @@ def measure(
     ways = {kind: Way(steps) for kind, steps in counts.items()}
 
     def start(kind: str) -> Child:
-        arguments = [str(HERE / "_loop_steps.py"), str(replicas), kind, str(counts[kind])]
+        arguments = [str(harness.HERE / "_loop_steps.py"), str(replicas), kind, str(counts[kind])]
         return Child(NAMES[kind], Path(sys.executable), arguments)
 
-    with started(list(counts), start, versions) as children:
+    with harness.started(list(counts), start, versions) as children:
         for kind, child in children.items():
             ways[kind].first = child.run(1).seconds
             say(f"{NAMES[kind]}: the first call took {ways[kind].first:.1f} s")
-        for done in take_turns(children, rounds, dict.fromkeys(counts, 1)):
+        for done in harness.take_turns(children, rounds, dict.fromkeys(counts, 1)):
             for kind, one in done.items():
                 ways[kind].rounds.append(one.milliseconds / counts[kind])
     return ways
@@ -74,7 +61,7 @@ def table(ways: Mapping[str, Way]) -> str:
         relative = median_and_spread(ratios(ways[HAND].rounds, way.rounds))
         later = f"{statistics.median(way.rounds):.2f}"
         rows.append([NAMES[kind], str(way.steps), f"{way.first:.1f}", later, relative])
-    return markdown_table(rows)
+    return harness.markdown_table(rows)
 
 
 def report(
@@ -92,33 +79,29 @@ the state of the optimizer, for which functions are traced a second time. Later 
 {rounds} rounds, with the input, in which the ways took turns. What is unrolled has fewer steps, because
 the time to compile grows with them.
 
-XLA's programs for CPUs compute convolutions inside of a loop with less parallelism than outside of it,
+XLA's programs for CPUs compute convolutions inside a loop with less parallelism than outside it,
 also in JAX alone. There, steps by themselves are faster than one loop.
 
-{circumstances(versions)}
+{harness.circumstances(versions)}
 
 To repeat: `python benchmarks/loops.py --steps {steps} --unrolled {unrolled} --rounds {rounds}`.
 """
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Time the ways to write many training steps.")
-    parser.add_argument("--steps", type=positive, default=50, help="steps of a call (default 50)")
-    parser.add_argument("--unrolled", type=positive, default=10, help="unrolled steps (default 10)")
-    parser.add_argument("--rounds", type=positive, default=5, help="later calls (default 5)")
-    parser.add_argument("--replicas", type=positive, default=4)
-    options = parser.parse_args()
-    versions: list[str] = []
+    parser = harness.options_parser("Time the ways to write many training steps.", 5)
+    parser.add_argument("--steps", type=harness.positive, default=50, help="of a call (default 50)")
+    parser.add_argument("--unrolled", type=harness.positive, default=10, help="steps (default 10)")
+    parser.add_argument("--replicas", type=harness.positive, default=4)
+    options = harness.parse(parser)
     counts = dict.fromkeys(NAMES, options.steps) | {"unrolled": options.unrolled}
-    try:
+
+    def measured() -> str:
+        versions: list[str] = []
         ways = measure(options.replicas, counts, options.rounds, versions)
-    except BenchmarkError as error:
-        say(f"error: {error}")
-        return 1
-    text = report(ways, options.replicas, options.rounds, options.unrolled, versions)
-    print(text)
-    write_result("loops.md", text)
-    return 0
+        return report(ways, options.replicas, options.rounds, options.unrolled, versions)
+
+    return harness.finish("loops.md", measured, keep=not options.quick)
 
 
 if __name__ == "__main__":

@@ -19,38 +19,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import os
-import socket
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from _harness import (
-    RESULTS,
-    ROUND_DEADLINE,
-    START_DEADLINE,
-    BenchmarkError,
-    Child,
-    Round,
-    circumstances,
-    markdown_table,
-    median_and_spread,
-    positive,
-    ratios,
-    say,
-    started,
-    take_turns,
-    write_result,
-)
+import _harness as harness
+from _harness import RESULTS, ROUND_DEADLINE, START_DEADLINE, markdown_table, median_and_spread, say
+from _mlp import BATCHES, CHECK_STEPS, CLASSES, INPUTS, LOSS_TOLERANCE, MAX_IN_FLIGHT
 from _multiworker_ranks import Rank
-from peers import PeerError, peer_python
-from step import BATCHES, CHECK_STEPS, CLASSES, INPUTS, LOSS_TOLERANCE, MAX_IN_FLIGHT
 
 SECTIONS = ("steps", "reductions", "start", "overhead")
 WORKERS = 2
@@ -61,14 +40,11 @@ LEDGER_CALLS = 5000
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(harness.Variant):
     """One library, on some workers with some devices each."""
 
-    key: str
-    name: str
     workers: int = WORKERS
     devices: int = 1
-    peer: str | None = None
     task: str | None = None
 
 
@@ -92,70 +68,30 @@ LAYOUTS = {"2x1": SINGLE, "2x2": DOUBLE}
 # -- groups of processes -----------------------------------------------------------------------------
 
 
-class Group:
-    """All workers of a variant; behaves like one `Child`."""
+class Group(harness.Ranks):
+    """All workers of a variant, with the times at which they came to points of their start."""
 
     def __init__(self, variant: Variant, task: str, number: int) -> None:
-        python = peer_python(variant.peer) if variant.peer else Path(sys.executable)
-        addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(variant.workers))
-        self.name = f"{variant.name}, {task} {number}"
+        addresses = harness.free_addresses(variant.workers)
+        ranks = [
+            Rank(variant.key, variant.task or task, number, i, addresses, variant.devices)
+            for i in range(variant.workers)
+        ]
         self.begun = time.monotonic()
         self.marks: list[dict[str, float]] = []
         self.runs = 0
-        self._stack = ExitStack()
-        self._ranks: list[Child] = []
-        for i in range(variant.workers):
-            rank = Rank(variant.key, variant.task or task, number, i, addresses, variant.devices)
-            child = Child(f"{self.name}, rank {i}", python, rank.command())
-            self._ranks.append(self._stack.enter_context(child))
-
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for rank in self._ranks:
-            rank.kill()
-        self._stack.close()
+        name = f"{variant.name}, {task} {number}"
+        super().__init__(name, variant.python, [rank.command() for rank in ranks])
 
     def versions(self) -> str:
         """Wait until all ranks are ready; the versions of what the first one measures."""
         self.marks = [a["marks"] for a in self.receive("start", START_DEADLINE)]
-        with self._explained():
-            first, *_ = [r.versions() for r in self._ranks]
-        return first
+        return super().versions()
 
-    def run(self, steps: int) -> Round:
+    def run(self, steps: int) -> harness.Round:
         """Let all ranks make some steps; it takes as long as the slowest."""
         self.runs += 1
-        for rank in self._ranks:
-            rank.send(steps=steps)
-        deadline = ROUND_DEADLINE + 2.0 * steps
-        answers = self.receive(f"run {steps} steps", deadline)
-        loss = statistics.fmean(a["loss"] for a in answers)
-        return Round(steps, max(a["seconds"] for a in answers), loss)
-
-    def receive(self, what: str, deadline: float) -> list[dict[str, Any]]:
-        """The next answer of each rank."""
-        with self._explained():
-            return [r.receive(what, deadline) for r in self._ranks]
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Show what all ranks have written if one fails, because another may be the cause."""
-        try:
-            yield
-        except BenchmarkError as error:
-            words = "\n".join(f"{r.name}{r.last_words()}" for r in self._ranks)
-            raise BenchmarkError(f"{error}\n{words}") from None
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at, at this moment."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        return super().run(steps)
 
 
 def compare(
@@ -169,11 +105,11 @@ def compare(
     """Milliseconds per step, by round, of variants that take turns and must agree."""
     what = f"{task} {number}"
     say(f"{what}: starting {', '.join(v.name for v in variants)}")
-    with started(variants, lambda v: Group(v, task, number), versions) as groups:
+    with harness.started(variants, lambda v: Group(v, task, number), versions) as groups:
         check(groups, what, tolerance, CHECK_STEPS if task == "step" else 1)
-        steps = {v: steps_for(group, options.seconds) for v, group in groups.items()}
+        steps = {v: harness.steps_for(group, options.seconds) for v, group in groups.items()}
         found: dict[str, list[float]] = {v.name: [] for v in variants}
-        for done in take_turns(groups, options.rounds, steps):
+        for done in harness.take_turns(groups, options.rounds, steps):
             for variant, turn in done.items():
                 found[variant.name].append(turn.milliseconds)
             times = ", ".join(f"{v.name} {turn.milliseconds:.3f}" for v, turn in done.items())
@@ -184,19 +120,8 @@ def compare(
 
 def check(groups: dict[Variant, Group], what: str, tolerance: float, steps: int) -> None:
     """Refuse to compare variants that do not compute the same thing."""
-    results = {v: group.run(steps).loss for v, group in groups.items()}
-    first = next(iter(results.values()))
-    if not all(math.isclose(x, first, rel_tol=tolerance) for x in results.values()):
-        listing = "\n".join(f"  {v.name}: {x:.6f}" for v, x in results.items())
-        raise BenchmarkError(f"{what}: the results differ by more than {tolerance:g}:\n{listing}")
-
-
-def steps_for(group: Group, seconds: float) -> int:
-    """How many steps a group can make in about this time."""
-    trial = group.run(3)
-    while trial.seconds < seconds / 5:
-        trial = group.run(4 * trial.steps)
-    return max(3, round(trial.steps * seconds / trial.seconds))
+    results = {v.name: group.run(steps).loss for v, group in groups.items()}
+    harness.check_same(what, results, tolerance)
 
 
 # -- measuring ---------------------------------------------------------------------------------------
@@ -204,13 +129,13 @@ def steps_for(group: Group, seconds: float) -> int:
 
 def measure_steps(options: argparse.Namespace, versions: list[str], found: dict[str, Any]) -> None:
     for width, layout in itertools.product(options.sizes, options.layouts):
-        variants = [v for v in LAYOUTS[layout] if is_wanted(v, options)]
+        variants = harness.wanted(LAYOUTS[layout], options.peers)
         found[f"{width} {layout}"] = compare(variants, "step", width, options, versions, LOSS_TOLERANCE)
 
 
 def measure_reductions(options: argparse.Namespace, versions: list[str], found: dict[str, Any]) -> None:
     for (name, nbytes), layout in itertools.product(SIZES.items(), options.layouts):
-        variants = [v for v in LAYOUTS[layout] if is_wanted(v, options)]
+        variants = harness.wanted(LAYOUTS[layout], options.peers)
         if layout == "2x1":
             variants.append(EAGER)
         found[f"{name} {layout}"] = compare(variants, "all-reduce", nbytes, options, versions, 0.0)
@@ -218,19 +143,16 @@ def measure_reductions(options: argparse.Namespace, versions: list[str], found: 
 
 def measure_start(options: argparse.Namespace, versions: list[str], found: dict[str, Any]) -> None:
     """Seconds from the start of the processes to points of their start, by round."""
-    variants = [v for v in SINGLE if is_wanted(v, options)]
+    variants = harness.wanted(SINGLE, options.peers)
     for variant in variants:
         found[variant.name] = []
-    for i in range(options.rounds):
-        turn = i % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
+    for turns in harness.rotated(variants, options.rounds):
+        for variant in turns:
             with Group(variant, "step", 64) as group:
-                listed = group.versions()
+                harness.list_versions(group, versions)
                 ready = time.monotonic()
                 group.run(1)
                 done = time.monotonic()
-            if listed not in versions:
-                versions.append(listed)
             points = {name: max(m[name] for m in group.marks) for name in group.marks[0]}
             points |= {"ready": ready, "first step": done}
             seconds = {name: t - group.begun for name, t in points.items()}
@@ -245,19 +167,13 @@ def measure_overhead(options: argparse.Namespace, versions: list[str], found: di
         say(f"ledger: {found['ledger']}")
     for width in (64, 512):
         with Group(PHALANX, "with and without", width) as group:
-            listed = group.versions()
-            if listed not in versions:
-                versions.append(listed)
-            steps = steps_for(group, options.seconds / 2)
+            harness.list_versions(group, versions)
+            steps = harness.steps_for(group, options.seconds / 2)
             if group.runs % 2:
                 group.run(steps)
             times = [group.run(steps).milliseconds for _ in range(4 * options.rounds)]
         found[str(width)] = {"with": times[::2], "without": times[1::2]}
         say(f"width {width}: {found[str(width)]}")
-
-
-def is_wanted(variant: Variant, options: argparse.Namespace) -> bool:
-    return variant.peer is None or variant.peer in options.peers
 
 
 # -- reporting ---------------------------------------------------------------------------------------
@@ -275,7 +191,7 @@ def table_of_times(found: dict[str, Any], head: str, unit: str) -> str:
         lines = [[head, *(f"{n}, {unit}" for n in names), *(f"{ours} / {n}" for n in others)]]
         for label, times in rows.items():
             cells = [median_and_spread(times[n]) if n in times else "-" for n in names]
-            relative = [ratios(times[ours], times[n]) if n in times else [] for n in others]
+            relative = [harness.ratios(times[ours], times[n]) if n in times else [] for n in others]
             cells += [median_and_spread(r) if r else "-" for r in relative]
             lines.append([label, *cells])
         tables.append(f"{layout_words(layout)}\n\n{markdown_table(lines)}")
@@ -361,7 +277,7 @@ def overhead_text(found: dict[str, Any]) -> str:
     rows = [["width", "with, ms", "without, ms", "with / without"]]
     for width in ("64", "512"):
         with_it, without = found[width]["with"], found[width]["without"]
-        relative = ratios(with_it, without)
+        relative = harness.ratios(with_it, without)
         rows.append(
             [width, median_and_spread(with_it), median_and_spread(without), median_and_spread(relative)]
         )
@@ -401,32 +317,20 @@ group computes at a time; rounds take turns in an order that rotates. To repeat:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time training over several workers side by side.")
+    description = "Time training over several workers side by side."
+    parser = harness.options_parser(description, 7, ["tensorflow", "torch"])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections")
     parser.add_argument("--sizes", type=int, nargs="+", choices=list(BATCHES), default=list(BATCHES))
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="how long a round takes, about")
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        choices=["tensorflow", "torch"],
-        default=["tensorflow", "torch"],
-        help="libraries to compare with, besides JAX (default all; none if empty)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="2 short rounds, to see that everything works; the result is printed only",
-    )
-    options = parser.parse_args()
+    options = harness.parse(parser)
     if options.quick:
-        options.rounds, options.seconds = 2, 0.2
+        options.seconds = 0.2
     return options
 
 
-def main() -> int:
-    options = parse_options()
+def measure(options: argparse.Namespace) -> str:
+    """Measure the chosen sections; the whole result as Markdown."""
     path = RESULTS / "multiworker.json"
     kept = json.loads(path.read_text()) if path.exists() and not options.quick else {}
     measures = {
@@ -435,28 +339,22 @@ def main() -> int:
         "start": measure_start,
         "overhead": measure_overhead,
     }
-    try:
-        for section in options.only:
-            load = os.getloadavg()[0]
-            versions: list[str] = []
-            found = kept.get(section, {}).get("found", {})
-            measures[section](options, versions, found)
-            versions = [v for v in versions if not any(v in w for w in versions if w is not v)]
-            about = (
-                f"{options.rounds} rounds of about {options.seconds:g} s; {circumstances(versions)} "
-                f"The load average was {load:.1f} before the first process was started."
-            )
-            kept[section] = {"found": found, "circumstances": about}
-    except (BenchmarkError, PeerError) as error:
-        say(f"error: {error}")
-        return 1
-    text = report(kept)
-    print(text)
+    for section in options.only:
+        load = os.getloadavg()[0]
+        versions: list[str] = []
+        found = kept.get(section, {}).get("found", {})
+        measures[section](options, versions, found)
+        about = (
+            f"{options.rounds} rounds of about {options.seconds:g} s; "
+            f"{harness.circumstances(versions)} "
+            f"The load average was {load:.1f} before the first process was started."
+        )
+        kept[section] = {"found": found, "circumstances": about}
     if not options.quick:
         path.write_text(json.dumps(kept, indent=1) + "\n")
-        write_result("multiworker.md", text)
-    return 0
+    return report(kept)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    chosen = parse_options()
+    sys.exit(harness.finish("multiworker.md", lambda: measure(chosen), keep=not chosen.quick))

@@ -28,8 +28,13 @@ VENV_DEADLINE = 300.0
 INSTALL_DEADLINE = 1800.0
 
 
-class PeerError(RuntimeError):
-    """A peer's environment could not be made."""
+class BenchmarkError(RuntimeError):
+    """The benchmark has no result."""
+
+
+def say(text: str) -> None:
+    """Progress goes to standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def peer_python(peer: str) -> Path:
@@ -40,7 +45,7 @@ def peer_python(peer: str) -> Path:
         # A virtual environment's interpreter is a link, which must not be followed.
         python = Path(os.path.abspath(given))
         if not os.access(python, os.X_OK):
-            raise PeerError(f"{variable} must be a Python interpreter. Received: {given}")
+            raise BenchmarkError(f"{variable} must be a Python interpreter. Received: {given}")
         return python
     home = HOME / peer
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -52,22 +57,22 @@ def peer_python(peer: str) -> Path:
 
 
 def _make(home: Path, python: Path, stamp: Path, requirements: tuple[str, ...]) -> None:
-    _say(f"Making a virtual environment in {home.relative_to(HOME.parent)}")
+    say(f"Making a virtual environment in {home.relative_to(HOME.parent)}")
     if home.exists():
         shutil.rmtree(home)  # left behind by an installation that was interrupted
     _run([sys.executable, "-m", "venv", str(home)], VENV_DEADLINE)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     failures = []
     for requirement in requirements:
-        _say(f"Installing {requirement}; this takes a few minutes")
+        say(f"Installing {requirement}; this takes a few minutes")
         try:
             _run([*pip, *requirement.split()], INSTALL_DEADLINE)
-        except PeerError as error:
+        except BenchmarkError as error:
             failures.append(str(error))
             continue
         stamp.write_text(requirement + "\n")
         return
-    raise PeerError("Nothing could be installed.\n" + "\n".join(failures))
+    raise BenchmarkError("Nothing could be installed.\n" + "\n".join(failures))
 
 
 def _run(command: list[str], deadline: float) -> None:
@@ -83,13 +88,9 @@ def _run(command: list[str], deadline: float) -> None:
             timeout=deadline,
         )
     except subprocess.TimeoutExpired as late:
-        raise PeerError(f"python {what}: not done after {deadline:.0f} s") from late
+        raise BenchmarkError(f"python {what}: not done after {deadline:.0f} s") from late
     if done.returncode:
-        raise PeerError(f"python {what}: exit code {done.returncode}\n{done.stdout.strip()}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        raise BenchmarkError(f"python {what}: exit code {done.returncode}\n{done.stdout.strip()}")
 
 
 def main() -> int:
@@ -97,8 +98,8 @@ def main() -> int:
     parser.add_argument("peer", choices=sorted(PEERS))
     try:
         print(peer_python(parser.parse_args().peer))
-    except PeerError as error:
-        _say(str(error))
+    except BenchmarkError as error:
+        say(str(error))
         return 1
     return 0
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,22 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from _harness import (
-    BenchmarkError,
-    Child,
-    circumstances,
-    markdown_table,
-    median_and_spread,
-    positive,
-    ratios,
-    say,
-    started,
-    take_turns,
-    write_result,
-)
+import _harness as harness
+from _child import Parent
+from _harness import HERE, Child, median_and_spread
 from _regression_steps import mlp_step
 
-HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LIMIT = 1.03
 """How much longer anything may take."""
@@ -48,15 +35,6 @@ Timed = Callable[[int], float]
 
 
 # -- what is run: the children -----------------------------------------------------------------------
-
-
-def on_devices(count: int) -> Any:
-    """Phalanx, with so many logical CPU devices."""
-    import phalanx as px
-
-    device = px.config.list_physical_devices("CPU")[0]
-    px.config.set_logical_device_configuration(device, [px.config.LogicalDeviceConfiguration()] * count)
-    return px
 
 
 def timed(step: Callable[[], Any]) -> Timed:
@@ -74,15 +52,18 @@ def timed(step: Callable[[], Any]) -> Timed:
 
 
 def training(replicas: int, width: int, batch: int, compiled: bool = True) -> Timed:
-    px = on_devices(replicas)
+    import phalanx as px
+
+    px.config.ensure_cpu_devices(replicas)
     strategy = px.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
     return timed(mlp_step(px, strategy, width, batch, compiled))
 
 
 def calls(variables: int) -> Timed:
     """A compiled function that does next to nothing."""
-    px = on_devices(1)
     import jax.numpy as jnp
+
+    import phalanx as px
 
     held = [px.Variable(jnp.zeros(4)) for _ in range(variables)]
     ones = jnp.ones(4)
@@ -95,7 +76,9 @@ def calls(variables: int) -> Timed:
 
 def pipeline(build: Callable[[Any], Any]) -> Timed:
     """The elements of a dataset; a step is one of them."""
-    px = on_devices(2)
+    import phalanx as px
+
+    px.config.ensure_cpu_devices(2)
     dataset = build(px)
 
     def run(steps: int) -> float:
@@ -156,17 +139,16 @@ CASES: dict[str, Callable[[], Timed]] = {
 def child_main(case: str, sources: str) -> None:
     """Answer the parent's commands until it closes the pipe."""
     sys.path.insert(0, sources)
-    answers = os.fdopen(os.dup(1), "w")  # libraries may print; this pipe is for answers only
-    os.dup2(2, 1)
-    run = CASES[case]()
+    import jax
+
     import phalanx
 
     if not Path(phalanx.__file__).is_relative_to(sources):
-        raise BenchmarkError(f"phalanx is not that of {sources}")
-    print(json.dumps({"versions": {"JAX": __import__("jax").__version__}}), file=answers, flush=True)
-    for line in sys.stdin:
-        seconds = run(json.loads(line)["steps"])
-        print(json.dumps({"seconds": seconds, "loss": 0.0}), file=answers, flush=True)
+        raise harness.BenchmarkError(f"phalanx is not that of {sources}")
+    run = CASES[case]()
+    parent = Parent({"JAX": jax.__version__})
+    for command in parent:
+        parent.say(seconds=run(command["steps"]), loss=0.0)
 
 
 # -- the parent --------------------------------------------------------------------------------------
@@ -187,15 +169,6 @@ def checked_out(revision: str) -> Iterator[Path]:
             subprocess.run([*command, "remove", "--force", str(place)], check=True)
 
 
-def steps_for(child: Child, seconds: float) -> int:
-    """How many steps the child can make in about this time."""
-    child.run(3)  # compiles
-    trial = child.run(3)
-    while trial.seconds < seconds / 10:
-        trial = child.run(4 * trial.steps)
-    return max(1, round(seconds / trial.seconds * trial.steps))
-
-
 def measure(case: str, sources: dict[str, Path], options: argparse.Namespace) -> list[list[float]]:
     """Milliseconds per step of each variant, round by round."""
     found: dict[str, list[float]] = {name: [] for name in sources}
@@ -204,47 +177,53 @@ def measure(case: str, sources: dict[str, Path], options: argparse.Namespace) ->
         arguments = [__file__, "child", case, str(sources[name])]
         return Child(f"{case} ({name})", Path(sys.executable), arguments)
 
-    with started(list(sources), start, []) as children:
-        count = min(steps_for(child, options.seconds) for child in children.values())
-        for done in take_turns(children, options.rounds, dict.fromkeys(children, count)):
+    with harness.started(list(sources), start, []) as children:
+        for child in children.values():
+            child.run(3)  # compiles
+        count = min(harness.steps_for(child, options.seconds, 1) for child in children.values())
+        for done in harness.take_turns(children, options.rounds, dict.fromkeys(children, count)):
             for name, turn in done.items():
                 found[name].append(turn.milliseconds)
     return list(found.values())
 
 
-def main() -> None:
-    """Measure all cases and write the table."""
-    parser = argparse.ArgumentParser(description="Compare Phalanx with an earlier revision of itself.")
-    parser.add_argument("revision", help="what to compare with, such as a commit")
-    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of cases to run")
-    parser.add_argument("--rounds", type=positive, default=11)
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long a turn takes, about")
-    options = parser.parse_args()
+def report(options: argparse.Namespace) -> str:
+    """Measure all cases; the whole result as Markdown."""
     table = [["", "before, ms", "now, ms", "now / before", ""]]
     with checked_out(options.revision) as earlier:
         sources = {"before": earlier, "now": ROOT / "src"}
         for case in (c for c in CASES if any(part in c for part in options.only)):
             before, now = measure(case, sources, options)
-            change = ratios(now, before)
+            change = harness.ratios(now, before)
             # The fastest rounds are those that nothing else on the machine has disturbed.
             least = min(now) / min(before)
             verdict = "" if min(least, statistics.median(change)) <= LIMIT else f"**over** {LIMIT}"
             shown = f"{median_and_spread(change)}, fastest {least:.2f}"
             table.append([case, median_and_spread(before), median_and_spread(now), shown, verdict])
-            say(" | ".join(table[-1]))
-    text = (
-        "# Beside an earlier state\n\n"
-        f"Milliseconds per step or call, now and at revision {options.revision}: the median of "
-        f"{options.rounds} rounds\n(min..max), and the same of the ratios within a round; below 1 is "
-        "faster now. Then the ratio of the fastest rounds.\n\n"
-        f"{markdown_table(table)}\n\n{circumstances([])}\n"
-    )
-    print(text)
-    write_result("regression.md", text)
+            harness.say(" | ".join(table[-1]))
+    return f"""# Beside an earlier state
+
+Milliseconds per step or call, now and at revision {options.revision}: the median of {options.rounds}
+rounds (min..max), and the same of the ratios within a round; below 1 is faster now. Then the ratio of
+the fastest rounds.
+
+{harness.markdown_table(table)}
+
+{harness.circumstances([])}
+"""
+
+
+def main() -> int:
+    parser = harness.options_parser("Compare Phalanx with an earlier revision of itself.", 11)
+    parser.add_argument("revision", help="what to compare with, such as a commit")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of cases to run")
+    parser.add_argument("--seconds", type=float, default=0.5, help="how long a turn takes, about")
+    options = harness.parse(parser)
+    return harness.finish("regression.md", lambda: report(options), keep=not options.quick)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
         child_main(*sys.argv[2:])
     else:
-        main()
+        sys.exit(main())

@@ -7,27 +7,14 @@ they take turns, so that a busy spell of the machine hits all of them alike.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _harness import (
-    HERE,
-    BenchmarkError,
-    Child,
-    circumstances,
-    markdown_table,
-    median_and_spread,
-    positive,
-    ratios,
-    say,
-    started,
-    take_turns,
-    write_result,
-)
+import _harness as harness
+from _harness import Child, median_and_spread, ratios, say
 
 EVEN, UNEVEN, SINGLE, EAGER = VARIANTS = ("even", "uneven", "single", "eager")
 NAMES = {
@@ -60,18 +47,17 @@ def measure(replicas: int, width: int, rounds: int, steps: int, versions: list[s
     name = f"{replicas} replicas, width {width}"
 
     def start(variant: str) -> Child:
-        arguments = [str(HERE / "_uneven_steps.py"), str(replicas), str(width), variant]
+        arguments = [str(harness.HERE / "_uneven_steps.py"), str(replicas), str(width), variant]
         return Child(f"{NAMES[variant]} ({name})", Path(sys.executable), arguments)
 
     counts = dict.fromkeys(VARIANTS, steps) | {EAGER: max(1, steps // 10)}
     say(f"{name}: starting")
-    with started(VARIANTS, start, versions) as children:
+    with harness.started(VARIANTS, start, versions) as children:
         for variant, child in children.items():
             case.first[variant] = child.run(1).seconds
-        losses = [children[v].run(3).loss for v in (UNEVEN, EAGER)]
-        if abs(losses[0] - losses[1]) > LOSS_TOLERANCE:
-            raise BenchmarkError(f"{name}: the compiled and the eager loss differ: {losses}")
-        for done in take_turns(children, rounds, counts):
+        losses = {NAMES[v]: children[v].run(3).loss for v in (UNEVEN, EAGER)}
+        harness.check_same(name, losses, LOSS_TOLERANCE)
+        for done in harness.take_turns(children, rounds, counts):
             for variant, one in done.items():
                 case.rounds[variant].append(one.milliseconds)
     best = {NAMES[v]: f"{min(case.rounds[v]):.2f}" for v in VARIANTS}
@@ -86,7 +72,7 @@ def table(cases: Sequence[Case]) -> str:
         first = " / ".join(f"{case.first[v]:.1f}" for v in (EVEN, UNEVEN, EAGER))
         relative = median_and_spread(case.relative)
         rows.append([str(case.width), str(case.replicas), *milliseconds, relative, first])
-    return markdown_table(rows)
+    return harness.markdown_table(rows)
 
 
 def report(cases: Sequence[Case], versions: Sequence[str], rounds: int, steps: int) -> str:
@@ -110,33 +96,29 @@ largest median ratio is {worst:.2f}.
 {rounds} rounds of {steps} steps for each variant (a tenth of it for the eager one), taking turns, on a
 machine that other work shared: ratios mean more than milliseconds.
 
-{circumstances(versions)}
+{harness.circumstances(versions)}
 
 To repeat: `python benchmarks/uneven.py --rounds {rounds} --steps {steps}`.
 """
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Time training steps on uneven batches.")
-    parser.add_argument("--rounds", type=positive, default=5, help="rounds per variant (default 5)")
-    parser.add_argument("--steps", type=positive, default=50, help="steps per round (default 50)")
-    parser.add_argument("--replicas", type=positive, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--widths", type=positive, nargs="+", default=[64, 512])
-    options = parser.parse_args()
-    versions: list[str] = []
-    try:
+    parser = harness.options_parser("Time training steps on uneven batches.", 5)
+    parser.add_argument("--steps", type=harness.positive, default=50, help="per round (default 50)")
+    parser.add_argument("--replicas", type=harness.positive, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--widths", type=harness.positive, nargs="+", default=[64, 512])
+    options = harness.parse(parser)
+
+    def measured() -> str:
+        versions: list[str] = []
         cases = [
             measure(replicas, width, options.rounds, options.steps, versions)
             for width in options.widths
             for replicas in options.replicas
         ]
-    except BenchmarkError as error:
-        say(f"error: {error}")
-        return 1
-    text = report(cases, versions, options.rounds, options.steps)
-    print(text)
-    write_result("uneven.md", text)
-    return 0
+        return report(cases, versions, options.rounds, options.steps)
+
+    return harness.finish("uneven.md", measured, keep=not options.quick)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,40 @@
-"""What tests of processes need: no sleeps, a deadline for every wait."""
+"""What tests of threads and processes need: addresses, and waits with a deadline."""
 
 from __future__ import annotations
 
 import os
 import select
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from phalanx.cluster.resolvers import SimpleClusterResolver
+from phalanx.cluster.spec import ClusterSpec
+from phalanx.net.addresses import listen
+
+
+def free_addresses(count: int) -> list[str]:
+    """Addresses on this machine at which no process listens at this moment."""
+    sockets = [listen("127.0.0.1", 0) for _ in range(count)]
+    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+    for s in sockets:
+        s.close()
+    return addresses
+
+
+def resolver(addresses: list[str], rank: int = 0) -> SimpleClusterResolver:
+    """A worker of a cluster of workers."""
+    spec = ClusterSpec({"worker": addresses})
+    return SimpleClusterResolver(spec, task_type="worker", task_id=rank)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for something that other threads or processes bring about."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.01)
 
 
 def is_running(pid: int) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -13,53 +15,255 @@ import pytest
 import phalanx as px
 
 ROOT = Path(px.__file__).parent
-LAYERS = ["core", "data", "execution", "collectives", "strategies"]
-BESIDE = {
-    "cluster": {"core"},
-    "train": {"cluster", "core", "data", "execution"},
-    "comm": {*LAYERS, "cluster"},
-    "testing": {*LAYERS, "cluster"},
-    "cli": {*LAYERS, "cluster", "comm", "train"},
-}
-SEEKING = {"core/compat.py", "cluster/processes.py", "cluster/hub/service.py"}
+LAYERS = [
+    "errors",
+    "runtime",
+    "net",
+    "cluster",
+    "job",
+    "core",
+    "data",
+    "execution",
+    "collectives",
+    "parameter_server",
+    "strategies",
+    "comm",
+    "train",
+    "coordinator",
+    "parallel",
+    "testing",
+    "cli",
+]
+"""What may import what: each only those before it. Modules that are not named are the façade."""
+
+DATA = [
+    "plan",
+    "run",
+    "ops",
+    "transformations",
+    "dataset",
+    "files",
+    "distribute",
+    "experimental",
+    "__init__",
+]
+"""The parts of `phalanx.data`: each imports only those before it."""
+
+UPWARDS = {("core/context.py", "phalanx.strategies.default")}
+"""Imports by name that point upwards, of which there is one."""
+
+COMPAT = "runtime/compat.py"
+SEEKING = {COMPAT, "job/jax_distributed.py", "job/hub/coordination_service.py"}
+"""Where private names of JAX are sought."""
 
 
 def modules() -> list[Path]:
     return sorted(ROOT.rglob("*.py"))
 
 
-def imported(path: Path) -> set[str]:
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def layer_of(module: str) -> str | None:
+    """The layer of a module; None for the façade."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in LAYERS else None
+
+
+def imported(tree: ast.AST, module: str) -> set[str]:
+    """What a module imports: at its top, in its functions, for type checkers, or by name."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *base.split(".")]).rstrip(".")
+            # `from phalanx import core` asks for a part of the package, not for the package itself.
+            names |= {base} - {"phalanx"} | {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
+            names |= {x.value for x in node.args if isinstance(x, ast.Constant)}
     return names
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def _called(function: ast.AST) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def broken_arrows(path: str, text: str) -> list[str]:
+    """What a file of the package imports although it must not."""
+    module = "phalanx." + path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    layer = layer_of(module)
+    if layer is None:
+        return []
+    below = {*LAYERS[: LAYERS.index(layer)], layer}
+    wrong = []
+    for name in imported(ast.parse(text), module):
+        if name.split(".")[0] != "phalanx" or (path, name) in UPWARDS:
+            continue
+        target = layer_of(name)
+        # The package itself is the façade, which is above all of them but the command.
+        facade = target is None and not name.startswith("phalanx.__") and layer != "cli"
+        if facade or (target is not None and target not in below):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_arrows_point_one_way(path: Path) -> None:
-    layer = path.relative_to(ROOT).parts[0]
-    if layer not in LAYERS and layer not in BESIDE:
-        return  # the façade
-    below = set(LAYERS[: LAYERS.index(layer)]) if layer in LAYERS else BESIDE[layer]
-    allowed = below | {layer} | ({"cluster"} if layer == "strategies" else set())
-    for name in imported(path):
-        parts = name.split(".")
-        if parts[0] == "phalanx" and len(parts) > 1 and (ROOT / parts[1]).is_dir():
-            assert parts[1] in allowed, f"{path} must not import {name}"
+    assert broken_arrows(name_of(path), path.read_text()) == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import phalanx",
+        "import phalanx as px",
+        "def f():\n    import phalanx",
+        "import phalanx.strategies.mirrored",
+        "from phalanx import strategies",
+        "from phalanx import MirroredStrategy",
+        "from phalanx.strategies import mirrored",
+        "from ..strategies import mirrored",
+        "def f():\n    from phalanx.comm import world",
+        "import importlib\nimportlib.import_module('phalanx.comm')",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from phalanx.cli import run",
+    ],
+)
+def test_an_arrow_that_points_upwards_is_seen(statement: str) -> None:
+    assert broken_arrows("core/values.py", statement)
+    assert broken_arrows("execution/joint/reading.py", statement.replace("..", "..."))
+    for allowed in ("from phalanx.runtime import compat", "from phalanx import __version__, errors"):
+        assert not broken_arrows("core/values.py", allowed)
+
+
+def data_imports() -> dict[str, set[str]]:
+    """The modules of `phalanx.data`, and which of them each imports."""
+    paths = {f"phalanx.{name_of(path)[:-3].replace('/', '.')}": path for path in modules()}
+    names = {name for name in paths if name.startswith("phalanx.data.")}
+    found = {name: imported(ast.parse(paths[name].read_text()), name) & names for name in names}
+    # Its methods return datasets: it imports the name of their type.
+    found["phalanx.data.transformations"].remove("phalanx.data.dataset")
+    return found
+
+
+def test_parts_of_data_have_an_order() -> None:
+    def rank(module: str) -> int:
+        return DATA.index(module.split(".")[2])
+
+    wrong = [(a, b) for a, others in data_imports().items() for b in others if rank(a) < rank(b)]
+    assert wrong == []
+    graphlib.TopologicalSorter(data_imports()).prepare()  # raises where modules need each other
+
+
+FOLDERS = {p.name for p in ROOT.iterdir() if any(p.glob("*.py"))}
+
+
+def test_every_folder_has_its_place() -> None:
+    assert set(LAYERS) >= FOLDERS
+    assert [p for p in ROOT.rglob("*.py") if not (p.parent / "__init__.py").is_file()] == []
+
+
+def test_the_package_has_a_map() -> None:
+    mapped = [line.split("``")[1] for line in (px.__doc__ or "").splitlines() if "* ``" in line]
+    assert mapped == [layer for layer in LAYERS if layer == "errors" or layer in FOLDERS]
+
+
+def test_the_readme_lists_the_packages() -> None:
+    readme = (ROOT.parents[1] / "README.md").read_text()
+    listed = readme.partition("## The packages")[2].partition("[src")[0]
+    assert re.findall(r"`(\w+)`", listed) == LAYERS
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_private_jax_is_sought_where_it_is_used(path: Path) -> None:
     private = ("jax._src", "jax.experimental", "jax.extend", "jax.interpreters", "jaxlib")
-    assert not [name for name in imported(path) if name.startswith(private)]
-    if path.relative_to(ROOT).as_posix() not in SEEKING:
-        assert "phalanx.core.private" not in imported(path)
+    names = imported(ast.parse(path.read_text()), "phalanx")
+    assert not [name for name in names if name.startswith(private)]
+    if name_of(path) not in SEEKING:
+        assert not [name for name in names if name.startswith("phalanx.runtime.private_names")]
+    assert path.name != "compat.py" or name_of(path) == COMPAT
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+CONTRACT = {
+    # What strategies implement for the layers between them and `core`.
+    *("_span", "_first_replica", "_devices", "_replica_devices", "_input_worker", "_wraps_values"),
+    # What a variable holds: programs take it out and put it back.
+    *("_value", "_bundle", "_place", "_stored", "_exclusive", "_wrap", "_held", "_require_own"),
+    "_global",  # the array behind a distributed value
+    # What an iterator gives to functions, and takes back from them.
+    *("_mark", "_give_back"),
+}
+"""Private names that layers share; each stands in a docstring of its class."""
+
+PYTHONS = {"_current_frames", "_Decompress", "_getframe", "_exit", "_asdict", "_fields", "_replace"}
+"""Names with an underscore that Python documents."""
+
+JAXS = {("runtime/compat.py", "_arrays"), ("runtime/compat.py", "_update_thread_local_hook")}
+"""Names with an underscore of objects of JAX."""
+
+
+def private_names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """The private names that a module defines, and those that it takes from other objects."""
+    defined: set[str] = set()
+    taken: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.Call) and _called(node.func) == "__setattr__":
+            defined |= {x.value for x in node.args if isinstance(x, ast.Constant)}
+        elif isinstance(node, ast.Call) and _called(node.func) in ("getattr", "setattr", "hasattr"):
+            names = [x.value for x in node.args[1:2] if isinstance(x, ast.Constant)]
+            taken |= {name for name in names if name.startswith("_")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("phalanx"):
+            taken |= {alias.name for alias in node.names if alias.name.startswith("_")}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not own:
+                taken.add(node.attr)
+            elif isinstance(node.ctx, ast.Store):
+                defined.add(node.attr)
+    return defined, {name for name in taken if not name.startswith("__")}
+
+
+def reached_into(texts: dict[str, str]) -> list[tuple[str, str]]:
+    """The private names that files take from objects of other layers."""
+    found = {name: private_names(ast.parse(text)) for name, text in texts.items()}
+    wrong = []
+    for layer in LAYERS:
+        files = [name for name in found if name.split("/")[0].removesuffix(".py") == layer]
+        defined = set().union(*(found[name][0] for name in files))
+        known = defined | CONTRACT | PYTHONS
+        wrong += [(name, attr) for name in files for attr in found[name][1] if attr not in known]
+    return [w for w in wrong if w not in JAXS and not w[0].startswith("cli/")]  # argparse
+
+
+def test_layers_do_not_reach_into_each_other() -> None:
+    assert reached_into({name_of(path): path.read_text() for path in modules()}) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "def f(iterator):\n    return iterator._hidden",
+        "def f(iterator):\n    iterator._hidden = 1",
+        "def f(iterator):\n    return getattr(iterator, '_hidden', None)",
+        "from phalanx.data.dataset import _hidden",
+        "import jax\nx = jax._src.core",
+    ],
+)
+def test_a_private_name_of_another_layer_is_seen(statement: str) -> None:
+    defining = "class Iterator:\n    def __init__(self):\n        self._hidden = 0\n_src = 1"
+    assert reached_into({"execution/loops.py": statement, "data/dataset.py": defining})
+    if "jax" not in statement:
+        assert not reached_into({"data/experimental.py": statement, "data/dataset.py": defining})
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_files_hold_one_idea(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 500
 

@@ -14,7 +14,21 @@ CPU = px.config.list_physical_devices("CPU")[0]
 
 
 w = px.Variable(jnp.ones(2))
+NOTHING = px.function(lambda: None)
 CALLS: dict[str, Callable[[Any], Any]] = {
+    "Server": lambda x: px.Server(x, start=False),
+    "Server job": lambda x: px.Server({"a": ["localhost:0"]}, x, start=False),
+    "Server index": lambda x: px.Server({"a": ["localhost:0"]}, "a", x, start=False),
+    "Server protocol": lambda x: px.Server({"a": ["localhost:0"]}, protocol=x, start=False),
+    "rpc.Server": lambda x: px.rpc.Server.create("grpc", x),
+    "rpc.Server layer": lambda x: px.rpc.Server.create(x, "localhost:0"),
+    "rpc.Server.register": lambda x: px.rpc.Server("localhost:0").register("name", x),
+    "rpc.Server.register name": lambda x: px.rpc.Server("localhost:0").register(x, NOTHING),
+    "Checkpoint": lambda x: px.train.Checkpoint(x=x),
+    "Checkpoint.restore": lambda x: px.train.Checkpoint(w=w).restore(x),
+    "CheckpointManager": lambda x: px.train.CheckpointManager(x, "/nowhere", 1),
+    "SidecarEvaluator": lambda x: px.coordinator.SidecarEvaluator(x, print, "/nowhere"),
+    "RayClusterResolver": px.cluster_resolver.RayClusterResolver,
     "MirroredStrategy": px.MirroredStrategy,
     "MirroredStrategy of one": lambda x: px.MirroredStrategy([x]),
     "MirroredStrategy ops": lambda x: px.MirroredStrategy(["CPU:0"], x),

@@ -1,6 +1,7 @@
 """`px.config`: what hardware there is, and how it is split into logical devices."""
 
-from phalanx.core.devices import (
+from phalanx.core.transactions import protect_variables
+from phalanx.runtime.devices import (
     LogicalDevice,
     LogicalDeviceConfiguration,
     PhysicalDevice,
@@ -10,8 +11,7 @@ from phalanx.core.devices import (
     list_physical_devices,
     set_logical_device_configuration,
 )
-from phalanx.core.host_memory import retain_host_memory
-from phalanx.core.transactions import protect_variables
+from phalanx.runtime.host_memory import retain_host_memory
 
 __all__ = [
     "LogicalDevice",

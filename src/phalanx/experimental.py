@@ -1,18 +1,20 @@
 """`px.experimental`: the names that TensorFlow keeps under `tf.distribute.experimental`."""
 
-from phalanx import partitioners
+from phalanx import coordinator, partitioners, rpc
 from phalanx.core.options import (
     CommunicationImplementation,
+    CommunicationImplementation as CollectiveCommunication,
     CommunicationOptions,
     ValueContext,
+    collective_hints as CollectiveHints,  # noqa: N812
 )
-from phalanx.core.options import CommunicationImplementation as CollectiveCommunication
-from phalanx.core.options import collective_hints as CollectiveHints  # noqa: N812
-from phalanx.data.optional import Optional
+from phalanx.data.distribute.optional import Optional
+from phalanx.parameter_server.options import ParameterServerOptions
 from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.multi_worker import (
     OldMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
+from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.strategies.tpu import TPUStrategy
 
 __all__ = [
@@ -23,7 +25,11 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "Optional",
+    "ParameterServerOptions",
+    "ParameterServerStrategy",
     "TPUStrategy",
     "ValueContext",
+    "coordinator",
     "partitioners",
+    "rpc",
 ]

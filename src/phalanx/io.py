@@ -1,6 +1,6 @@
 """`px.io`: records, and the `px.train.Example` messages in them."""
 
-from phalanx.data.files.parsing import (
+from phalanx.data.files.parse_example import (
     FixedLenFeature,
     FixedLenSequenceFeature,
     VarLenFeature,

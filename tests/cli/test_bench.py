@@ -29,7 +29,7 @@ def test_a_row_and_its_bar() -> None:
 def test_replicas_and_workers_are_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.core.devices.set_cpu_device_count", lambda count: None)
+    monkeypatch.setattr("phalanx.runtime.devices.set_cpu_device_count", lambda count: None)
     path = tmp_path / "rows.json"
     arguments = ["--from", "1K", "--to", "4K", "--iterations", "2", "--op", "all_reduce"]
     assert main(["bench", "collectives", *arguments, "--plot", "--json", str(path)]) == 0

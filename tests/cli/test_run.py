@@ -22,10 +22,10 @@ from tests.processes import wait_gone
 import phalanx as px
 from phalanx.cli import main
 from phalanx.cli.terminal import JobView, progress_text
-from phalanx.cluster.hub.facts import Failure, Task
-from phalanx.cluster.launch.gang import Outcome
-from phalanx.cluster.launch.job import JobOutcome
-from phalanx.cluster.launch.policy import Reason
+from phalanx.job.hub.descriptions import Failure, Task
+from phalanx.job.launch.exit_policy import Reason
+from phalanx.job.launch.launcher import JobOutcome
+from phalanx.job.launch.process_group import Outcome
 
 Script = Callable[[str], str]
 COMMAND = [sys.executable, "-m", "phalanx"]

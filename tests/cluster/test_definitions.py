@@ -4,11 +4,10 @@ import copy
 import pickle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
-from phalanx.core.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 CLUSTER = ClusterSpec(
     {"worker": ["a:1", "b\"\n\\'é\x01\x7f:1"], "ps": {2: "c:1", 300: "d:1"}, "e": []}

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from phalanx.cluster.resolvers import GCEClusterResolver
-from phalanx.core.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 URL = "https://www.googleapis.com/compute/v1/projects/my-project/zones/us-west1-b"
 # The pages of `instanceGroups.listInstances`: the token of the next page is in the one before.

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from phalanx.cluster.resolvers import KubernetesClusterResolver, KubernetesExecutableLocation
-from phalanx.core.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 # The answer of `GET /api/v1/pods?labelSelector=...`, shortened.
 POD = """{

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import phalanx as px
-from phalanx.cluster import multi_worker
-from phalanx.cluster.hub.dialling import split_address
-from phalanx.cluster.hub.frames import encode
+from phalanx.cluster import roles
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.core.deadlines import worker_deadline
+from phalanx.net.addresses import split_address
+from phalanx.net.framing import Limits, Message, encode
+from phalanx.runtime.deadlines import worker_deadline
 
 LONG = 10**5000
 DIGITS = "9" * 5000
@@ -23,11 +23,11 @@ CALLS: dict[str, Any] = {
     "a port": lambda: split_address(f"host:{DIGITS}"),
     "a port of other digits": lambda: split_address("host:²"),
     "an index of a spec": lambda: ClusterSpec({"worker": {LONG: "a:1"}}),
-    "a task": lambda: multi_worker.is_chief(SPEC, "worker", LONG),
+    "a task": lambda: roles.is_chief(SPEC, "worker", LONG),
     "a root": lambda: px.comm.broadcast(ONE, LONG),
     "a receiver": lambda: px.comm.send(ONE, LONG),
     "a group": lambda: px.comm.new_group([LONG]),
-    "a message": lambda: encode({"type": "post", "value": LONG}),
+    "a message": lambda: encode(Message({"value": LONG}), Limits()),
     "a tag": lambda: px.comm.send(ONE, 0, tag=LONG),
 }
 

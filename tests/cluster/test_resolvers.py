@@ -10,8 +10,7 @@ from unittest import mock
 
 import jax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.cluster import ClusterSpec
 from phalanx.cluster.resolvers import (
@@ -19,7 +18,7 @@ from phalanx.cluster.resolvers import (
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
-from phalanx.core.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 CLUSTER = ClusterSpec({"worker": ["w0:1", "w1:1"], "ps": ["p0:1"]})
 CONFIG = {

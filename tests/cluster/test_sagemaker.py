@@ -5,7 +5,7 @@ import json
 import pytest
 
 from phalanx.cluster.resolvers import SageMakerClusterResolver
-from phalanx.core.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ import itertools
 import os
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.cluster.resolvers import SlurmClusterResolver
 from phalanx.cluster.resolvers.hostlist import deal_tasks, expand_hostlist, expand_tasks_per_node
-from phalanx.core.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 # -- node lists ------------------------------------------------------------------------------------
 

@@ -3,11 +3,10 @@
 import pickle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
-from phalanx.core.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 # -- accessors -------------------------------------------------------------------------------------
 

@@ -8,12 +8,11 @@ from types import ModuleType, SimpleNamespace
 
 import jax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.cluster.resolvers import TPUClusterResolver, TPUSystemMetadata, tpu_endpoints
 from phalanx.cluster.resolvers.clients import google_metadata
-from phalanx.core.errors import NotFoundError, PhalanxError
+from phalanx.errors import NotFoundError, PhalanxError
 
 TWO = {"worker": ["10.130.0.12:8470", "10.130.0.13:8470"]}
 # The answer of `projects.locations.nodes.get`.

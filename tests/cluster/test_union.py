@@ -1,8 +1,7 @@
 """UnionClusterResolver."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from phalanx.cluster import ClusterSpec
 from phalanx.cluster.resolvers import (
@@ -12,7 +11,7 @@ from phalanx.cluster.resolvers import (
     UnionResolver,
 )
 from phalanx.cluster.resolvers.union import joined
-from phalanx.core.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 
 def simple(tasks, **kwargs):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import phalanx as px
-from phalanx.collectives import cross_device_ops, programs
+from phalanx.collectives import cross_device_ops, device_programs
 from phalanx.collectives.packing import Packing
-from phalanx.core.placement import replicated_over
+from phalanx.runtime.placement import replicated_over
 
 ALGORITHMS = {
     "default": lambda: None,
@@ -140,7 +140,7 @@ def test_small_tensors_share_an_all_reduce(packing: Packing, count: int) -> None
     arguments = [
         jax.ShapeDtypeStruct(s, jnp.float32, sharding=replicated_over(devices)) for s in shapes
     ]
-    program: Any = programs._all_reduce_program(px.ReduceOp.SUM, devices, packing)
+    program: Any = device_programs._all_reduce_program(px.ReduceOp.SUM, devices, packing)
     assert program.lower(arguments).as_text().count("stablehlo.all_reduce") == count
 
 

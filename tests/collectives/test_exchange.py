@@ -9,16 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from phalanx.collectives import exchange
-from phalanx.core import compat
-from phalanx.core.placement import REPLICA_AXIS, replica_mesh
+from phalanx.collectives import pair_exchange
 from phalanx.execution.variance import differing_marks
+from phalanx.runtime import compat
+from phalanx.runtime.placement import REPLICA_AXIS, replica_mesh
 
 
 def over_two(fn: Any, x: Any) -> Any:
@@ -43,7 +42,7 @@ def ring(x: jax.Array) -> Any:
 )
 @settings(max_examples=25, deadline=None)
 def test_both_have_the_bits_of_an_all_reduce(x: np.ndarray[Any, Any]) -> None:
-    got, expected = (np.asarray(over_two(fn, x)) for fn in (exchange.total, ring))
+    got, expected = (np.asarray(over_two(fn, x)) for fn in (pair_exchange.total, ring))
     assert got.tobytes() == expected.tobytes()
     assert got[0].tobytes() == got[1].tobytes()
 
@@ -53,7 +52,7 @@ def test_both_have_the_bits_of_an_all_reduce(x: np.ndarray[Any, Any]) -> None:
 )
 def test_all_kinds_of_numbers(dtype: str) -> None:
     x = jnp.asarray([[1, 2, 3], [4, -3, 2]]).astype(dtype)
-    got, expected = (over_two(fn, x) for fn in (exchange.total, ring))
+    got, expected = (over_two(fn, x) for fn in (pair_exchange.total, ring))
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
@@ -64,15 +63,15 @@ def test_gradients_and_vmap() -> None:
     def gradient(total: Any) -> Any:
         return over_two(jax.grad(lambda x: jnp.sum(x * total(x**2))), x)
 
-    np.testing.assert_allclose(gradient(exchange.total), gradient(ring))
-    np.testing.assert_array_equal(over_two(jax.vmap(exchange.total), x), over_two(ring, x))
+    np.testing.assert_allclose(gradient(pair_exchange.total), gradient(ring))
+    np.testing.assert_array_equal(over_two(jax.vmap(pair_exchange.total), x), over_two(ring, x))
 
 
 def test_the_analysis_knows_that_replicas_agree() -> None:
     """Else a compiled step that writes the sum to a variable would run eagerly."""
 
     def step(x: jax.Array) -> jax.Array:
-        marked: jax.Array = compat.mark_same_on_all_replicas(exchange.total(x), "w")
+        marked: jax.Array = compat.mark_same_on_all_replicas(pair_exchange.total(x), "w")
         return marked
 
     def careless(x: jax.Array) -> jax.Array:
@@ -102,4 +101,4 @@ class Device:
     ],
 )
 def test_only_two_cpu_devices_of_two_processes_exchange(devices: Any, expected: bool) -> None:
-    assert exchange.is_worthwhile(devices) is expected
+    assert pair_exchange.is_worthwhile(devices) is expected

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from phalanx.collectives.packing import BETWEEN_WORKERS, SMALL_TENSOR_BYTES, Packing, plan_packs
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import phalanx as px
-from tests.comm import cases as cs
-from tests.comm import test_recorded as recorded
+from tests.comm import cases as cs, test_recorded as recorded
 
 DATA = Path(__file__).parent / "data"
 TORCH = json.loads((DATA / "torch_cases.json").read_text())["cases"]

@@ -34,6 +34,12 @@ def case(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return _register(CASES, names)
 
 
+def cases(answers: Mapping[str, Callable[[], Any]]) -> None:
+    """Register translations that are one expression each, by name."""
+    for name, answer in answers.items():
+        case(name)(answer)
+
+
 def differs(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a check of what we deliberately do differently."""
     return _register(DIFFERENCES, names)
@@ -55,10 +61,9 @@ def _register(table: dict[str, Any], names: tuple[str, ...]) -> Callable[..., An
     return add
 
 
-def records(prefix: str) -> list[dict[str, Any]]:
-    """The recorded cases of one file, by the beginning of its name."""
-    (path,) = DATA.glob(f"{prefix}_*.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def records(subject: str) -> list[dict[str, Any]]:
+    """The recorded cases of one subject."""
+    return [json.loads(line) for line in (DATA / f"{subject}.jsonl").read_text().splitlines()]
 
 
 # -- what the cases use ------------------------------------------------------------------------

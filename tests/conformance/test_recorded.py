@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 
-from tests.conformance import t01, t02, t03, t04, t05, t06, t08, t09  # noqa: F401 - they register cases
 from tests.conformance.harness import (
     AWAITING,
     CASES,
@@ -18,9 +18,21 @@ from tests.conformance.harness import (
     same,
 )
 
-RECORDS = [
-    r for prefix in ("t01", "t02", "t03", "t04", "t05", "t06", "t08", "t09") for r in records(prefix)
+SUBJECTS = [
+    "documentation",
+    "scopes",
+    "variables",
+    "communication",
+    "input",
+    "several_workers",
+    "clusters",
+    "training_state",
+    "parameter_servers",
+    "coordinator",
 ]
+for subject in SUBJECTS:  # each module registers its cases
+    importlib.import_module(f"tests.conformance.{subject}")
+RECORDS = [r for subject in SUBJECTS for r in records(subject)]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import phalanx as px
+from tests.parameter_server.jobs import Job
 
 
 def _cpus(n: int) -> list[str]:
@@ -28,6 +29,8 @@ STRATEGIES: dict[str, Callable[[], px.Strategy]] = {
     ),
     "central_storage_1": lambda: px.CentralStorageStrategy(_cpus(1)),
     "central_storage_3": lambda: px.CentralStorageStrategy(_cpus(3), "CPU:0"),
+    "parameter_server_1": lambda: Job(2).strategy,
+    "parameter_server_2": lambda: Job(2, compute_devices=_cpus(2)).strategy,
 }
 
 
@@ -93,7 +96,9 @@ class World:
 
 
 MANY = ["mirrored_2", "mirrored_4", "mirrored_4_one_device_reduction", "central_storage_3"]
+MANY += ["parameter_server_2"]
 COPIED = [name for name in STRATEGIES if name.startswith("mirrored")]
+READING = [name for name in STRATEGIES if not name.startswith("parameter_server")]
 NAMED = [name for name in STRATEGIES if name != "default"]
 
 
@@ -115,6 +120,12 @@ def world(request: pytest.FixtureRequest) -> World:
 @pytest.fixture(params=[(name, "eager") for name in STRATEGIES], ids="-".join)
 def eager(request: pytest.FixtureRequest) -> World:
     """Every strategy, for rules about Python code that runs once per replica."""
+    return _make(request)
+
+
+@pytest.fixture(params=_worlds(READING), ids="-".join)
+def reading(request: pytest.FixtureRequest) -> World:
+    """Strategies under which the program itself reads input; with parameter servers workers do."""
     return _make(request)
 
 

@@ -65,13 +65,13 @@ def check_training(world: World, policy: str) -> None:
     np.testing.assert_allclose(w.numpy(), expected_w, rtol=2e-5)
 
 
-def test_training_over_uneven_epochs_equals_one_device(world: World) -> None:
+def test_training_over_uneven_epochs_equals_one_device(reading: World) -> None:
     """The last batch of each epoch has 7 rows, which 2, 3 and 4 replicas cannot share evenly."""
-    check_training(world, "AUTO")
+    check_training(reading, "AUTO")
 
 
-def test_an_epoch_in_a_function_is_compiled_step_by_step(world: World) -> None:
-    w = world.variable(jnp.zeros(5), aggregation=px.VariableAggregation.SUM)
+def test_an_epoch_in_a_function_is_compiled_step_by_step(reading: World) -> None:
+    w = reading.variable(jnp.zeros(5), aggregation=px.VariableAggregation.SUM)
     calls = []
 
     def epoch(batches: Any) -> list[Any]:
@@ -84,17 +84,17 @@ def test_an_epoch_in_a_function_is_compiled_step_by_step(world: World) -> None:
                 w.assign_sub(0.1 / BATCH * (errors @ x))
                 return errors @ errors / BATCH
 
-            per_replica = world.strategy.run(step, args=(x, y))
-            losses.append(world.strategy.reduce("sum", per_replica, axis=None))
+            per_replica = reading.strategy.run(step, args=(x, y))
+            losses.append(reading.strategy.reduce("sum", per_replica, axis=None))
         return losses
 
-    run = px.function(epoch) if world.executor.name == "compiled" else epoch
-    dist = world.strategy.experimental_distribute_dataset(dataset())
+    run = px.function(epoch) if reading.executor.name == "compiled" else epoch
+    dist = reading.strategy.experimental_distribute_dataset(dataset())
     losses = [*run(dist), *run(dist)]
     expected_w, expected_losses = reference(2)
     np.testing.assert_allclose([float(loss) for loss in losses], expected_losses, rtol=2e-5)
     np.testing.assert_allclose(w.numpy(), expected_w, rtol=2e-5)
-    if world.executor.name == "compiled":
+    if reading.executor.name == "compiled":
         assert len(calls) <= 2 * len(set(calls))  # not once for each of the six steps
 
 
@@ -103,21 +103,21 @@ def test_the_policy_makes_no_difference(policy: str) -> None:
     check_training(World(STRATEGIES["mirrored_3"](), EagerExecutor()), policy)
 
 
-def test_means_over_an_uneven_epoch_count_every_example_once(world: World) -> None:
-    with world.strategy.scope():
+def test_means_over_an_uneven_epoch_count_every_example_once(reading: World) -> None:
+    with reading.strategy.scope():
         mean = px.train.Mean()
-    run = runner(world, mean.update_state)
-    for x, _ in world.strategy.experimental_distribute_dataset(dataset()):
+    run = runner(reading, mean.update_state)
+    for x, _ in reading.strategy.experimental_distribute_dataset(dataset()):
         run(x)
     assert float(mean.result()) == pytest.approx(float(X.mean()), abs=1e-6)
 
 
-def test_uneven_batches_are_compiled(world: World) -> None:
+def test_uneven_batches_are_compiled(reading: World) -> None:
     """With sums over all replicas in the middle of the step, and results of different sizes."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    total = world.variable(jnp.zeros(5), aggregation=px.VariableAggregation.SUM)
+    total = reading.variable(jnp.zeros(5), aggregation=px.VariableAggregation.SUM)
 
     def step(x: jax.Array, y: jax.Array) -> Any:
         context = px.get_replica_context()
@@ -127,18 +127,18 @@ def test_uneven_batches_are_compiled(world: World) -> None:
         total.assign_add((centered**2).sum(0))
         return centered, jnp.stack([y, y * 2]).T, context.all_gather(y, axis=0).sum()
 
-    run, squares, found = runner(world, step), np.zeros(5), []
+    run, squares, found = runner(reading, step), np.zeros(5), []
     logging.getLogger("phalanx").addHandler(handler)
     try:
-        for x, y in world.strategy.experimental_distribute_dataset(dataset()):
+        for x, y in reading.strategy.experimental_distribute_dataset(dataset()):
             centered, pairs, summed = run(x, y)
-            whole = np.concatenate([np.asarray(part) for part in world.local(x)])
+            whole = np.concatenate([np.asarray(part) for part in reading.local(x)])
             squares += ((whole - whole.mean(0)) ** 2).sum(0)
-            joined = np.concatenate([np.asarray(part) for part in world.local(centered)])
+            joined = np.concatenate([np.asarray(part) for part in reading.local(centered)])
             np.testing.assert_allclose(joined, whole - whole.mean(0), atol=1e-6)
-            found += np.concatenate([np.asarray(part) for part in world.local(pairs)]).tolist()
-            expected = sum(float(np.sum(part)) for part in world.local(y))
-            for one in world.local(summed):
+            found += np.concatenate([np.asarray(part) for part in reading.local(pairs)]).tolist()
+            expected = sum(float(np.sum(part)) for part in reading.local(y))
+            for one in reading.local(summed):
                 assert float(one) == pytest.approx(expected, rel=1e-5)
     finally:
         logging.getLogger("phalanx").removeHandler(handler)

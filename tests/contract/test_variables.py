@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import phalanx as px
-from phalanx import VariableAggregation as A
-from phalanx import VariableSynchronization as S
+from phalanx import VariableAggregation as A, VariableSynchronization as S
 from tests.contract.conftest import World
 
 METHODS = ["assign", "assign_add", "assign_sub"]

@@ -1,4 +1,4 @@
-"""What TensorFlow 2.21 was seen to do, where somebody expected it."""
+"""What TensorFlow 2.21 was seen to do, where a reader may expect something else."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import phalanx as px
 from phalanx.core.regrouping import local_results, regroup

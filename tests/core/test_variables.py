@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import phalanx as px
-from phalanx import VariableAggregation as A
-from phalanx import VariableSynchronization as S
+from phalanx import VariableAggregation as A, VariableSynchronization as S
 
 
 def two() -> px.MirroredStrategy:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from phalanx.core.interrupts import _Delayed
+from phalanx.runtime.interrupts import _Delayed
 
 
 class Interrupt(BaseException):

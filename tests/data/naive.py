@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from phalanx.data.batching import Batch
-from phalanx.data.combining import Concatenate, Zip
-from phalanx.data.interleaving import Interleave
-from phalanx.data.mapping import Enumerate, Filter, Map
-from phalanx.data.node import Node, Run
-from phalanx.data.prefetch import Prefetch
-from phalanx.data.reorder import Repeat, Shard, Skip, Take
-from phalanx.data.shuffling import Shuffle, shuffles_in
-from phalanx.data.sources import Range, Slices
-from phalanx.data.unbatching import Rebatch, Unbatch
+from phalanx.data.distribute.splitting import fill
+from phalanx.data.ops.batching import Batch
+from phalanx.data.ops.interleaving import Interleave
+from phalanx.data.ops.mapping import Enumerate, Filter, Map
+from phalanx.data.ops.merging import Concatenate, Zip
+from phalanx.data.ops.prefetching import Prefetch
+from phalanx.data.ops.selecting import Repeat, Shard, Skip, Take
+from phalanx.data.ops.shuffling import Shuffle, shuffles_in
+from phalanx.data.ops.unbatching import Rebatch, Unbatch
+from phalanx.data.plan.cursors import Run
+from phalanx.data.plan.nodes import PlanNode
+from phalanx.data.plan.sources import RangeSource, Slices
 
 Elements = Iterator[Any]
 
 
-def naive(node: Node, run: Run) -> Elements:
+def naive(node: PlanNode, run: Run) -> Elements:
     """The elements of a plan whose elements are single arrays."""
-    if isinstance(node, Range):
+    if isinstance(node, RangeSource):
         yield from np.array(node.numbers, np.int64)
     elif isinstance(node, Slices):
         yield from node.columns[0]
@@ -53,7 +56,7 @@ def _repeat(node: Repeat, run: Run) -> Elements:
         number += 1
 
 
-def _one_input(node: Node, elements: Elements, run: Run) -> Elements:
+def _one_input(node: PlanNode, elements: Elements, run: Run) -> Elements:
     if isinstance(node, Take):
         for i, x in enumerate(elements):
             if node.count >= 0 and i >= node.count:
@@ -109,3 +112,13 @@ def _shuffle(node: Shuffle, elements: Elements, run: Run) -> Elements:
             buffer[slot] = x
     for slot in rng.permutation(len(buffer)):
         yield buffer[slot]
+
+
+def nominal_steps(rows: int, steps: Sequence[Sequence[int]]) -> Iterator[tuple[slice, ...]]:
+    """Cut `rows` by a table from `sizes_per_step`: for each step, a slice of the rows per replica."""
+    done = 0
+    for sizes in itertools.cycle(steps):
+        if done >= rows:
+            return
+        yield tuple(slice(s.start + done, s.stop + done) for s in fill(rows - done, sizes))
+        done += sum(sizes)

@@ -23,8 +23,8 @@ from tests.data.interrupting import (
 )
 
 import phalanx as px
-from phalanx.core.callsite import where_is
-from phalanx.data.handover import Elements
+from phalanx.data.run.element_queue import ElementQueue
+from phalanx.runtime.call_site import where_is
 
 D = px.data.Dataset
 COUNT = 120
@@ -126,7 +126,7 @@ def test_the_position_tells_whether_an_element_was_delivered(get: Any) -> None:
 
 
 def test_no_step_lets_a_handler_in_between_taking_and_returning() -> None:
-    steps = [instruction.opname for instruction in dis.get_instructions(Elements.take)]
+    steps = [instruction.opname for instruction in dis.get_instructions(ElementQueue.take)]
     delivering = steps[steps.index("FOR_ITER") : steps.index("RETURN_VALUE")]
     handlers_run_after = ("CALL", "JUMP_BACKWARD", "RESUME", "SEND", "YIELD")
     assert not [step for step in delivering if any(name in step for name in handlers_run_after)]

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tests.data.naive import naive
 
 import phalanx as px
-from phalanx.data.node import INFINITE, UNKNOWN, Cursor, GatherCursor, Run, open_plan
+from phalanx.data.plan.cursors import Cursor, Run
+from phalanx.data.plan.nodes import INFINITE, UNKNOWN
+from phalanx.data.plan.opening import GatherCursor, open_plan
 
 D = px.data.Dataset
 MOST = 60  # how many elements of a plan are compared; plans may be infinite

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tests.contract.conftest import STRATEGIES
-from tests.data.test_distributed import flat, mirrored, vals, with_policy
+from hypothesis import given, settings, strategies as st
+from tests.contract.conftest import READING, STRATEGIES
+from tests.data.distribute.test_distributed_dataset import flat, mirrored, vals, with_policy
 from tests.data.workers import Worker, separately
 
 import phalanx as px
@@ -28,7 +27,7 @@ def batches(dist: Any, count: int | None = None) -> list[list[Any]]:
     return [flat(x) for x in vals(itertools.islice(dist, count))]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", READING)
 def test_a_position_holds_for_every_strategy(name: str) -> None:
     dataset = shuffled()
     it = iter(mirrored(3).experimental_distribute_dataset(dataset))

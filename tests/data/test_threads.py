@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import phalanx as px
-from phalanx.data.columns import Chunk
-from phalanx.data.node import CountingCursor, Cursor
-from phalanx.data.prefetch import PrefetchCursor
-from phalanx.data.threads import Pool
+from phalanx.data.ops.prefetching import PrefetchCursor
+from phalanx.data.plan.columns import Chunk
+from phalanx.data.plan.cursors import Cursor
+from phalanx.data.plan.opening import CountingCursor
+from phalanx.data.run.read_ahead import ReadAhead
+from phalanx.data.run.thread_pool import ThreadPool
 
 D = px.data.Dataset
 DEADLINE = 30.0
@@ -223,7 +225,7 @@ class Vanishing(Cursor):
 
 
 def test_a_thread_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.data.prefetch._read_ahead", lambda buffer, cursor: None)
+    monkeypatch.setattr(ReadAhead, "_work", lambda self, producer, settings: None)
     cursor = PrefetchCursor(Vanishing(), 2)
     with pytest.raises(px.errors.AbortedError, match="gone"):
         cursor.read(1)
@@ -244,7 +246,7 @@ def test_chunks_are_cut_to_what_was_asked_for() -> None:
 
 
 def test_a_pool_does_tasks_and_passes_on_errors() -> None:
-    pool = Pool(2, "px-test")
+    pool = ThreadPool(2, "px-test")
     tasks = [pool.submit(divmod, n, 3) for n in range(3)]
     assert all(pool.wait([task], DEADLINE) for task in tasks)
     assert [task.result() for task in tasks] == [(0, 0), (0, 1), (0, 2)]
@@ -257,7 +259,7 @@ def test_a_pool_does_tasks_and_passes_on_errors() -> None:
 
 
 def test_a_pool_that_is_closed_drops_what_has_not_begun() -> None:
-    pool = Pool(1, "px-test")
+    pool = ThreadPool(1, "px-test")
     begun, go = threading.Event(), threading.Event()
 
     def first() -> str:

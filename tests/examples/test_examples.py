@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -77,3 +78,37 @@ def test_workers_learn_what_one_process_learns() -> None:
     alone = epochs()
     assert len(alone) == 4
     assert epochs("phalanx", "run", "-n", "2") == alone
+
+
+def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "run", "--timeout", "200", *words],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_parameter_servers_count_each_step_once(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "parameter_server.py")
+    done = launch(
+        tmp_path, "-n", "2", "--ps", "2", "--restarts", "1", script, "--steps", "200", "--kill"
+    )
+    assert "[chief 0] 200 of 200 steps counted\n" in done.stdout
+    (loss,) = re.findall(r"step 200: loss ([\d.]+)", done.stdout)
+    assert float(loss) < 0.1
+
+
+def test_an_embedding_on_servers_learns_and_is_evaluated(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "embedding.py")
+    small = ["--rows", "5000", "--width", "16", "--checkpoints", str(tmp_path / "saved")]
+    done = launch(tmp_path, "-n", "2", "--ps", "2", "--evaluator", script, *small)
+    losses = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    assert losses == sorted(losses, reverse=True)
+    assert "2 shards" in done.stdout
+    (last,) = re.findall(r"ckpt-4: accuracy ([\d.]+)", done.stdout)
+    assert float(last) > 0.8

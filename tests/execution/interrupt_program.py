@@ -23,7 +23,8 @@ import numpy as np
 import optax
 
 import phalanx as px
-from phalanx.core import compat, context, lifting, transactions
+from phalanx.core import context, traced_variables, transactions
+from phalanx.runtime import compat
 
 KINDS = ("compiled", "eager", "loop", "callback", "plain", "input")
 
@@ -116,7 +117,7 @@ def left_behind() -> list[str]:
     found = []
     if context._thread.stack:
         found.append("a strategy's context")
-    if lifting._current.stack or lifting._current.apart:
+    if traced_variables._current.stack or traced_variables._current.apart:
         found.append("a trace of Phalanx")
     if jax.config.jax_default_device is not None:
         found.append("a default device")
@@ -150,6 +151,9 @@ def main(kind: str, replicas: int, interrupts: int, seed: int) -> None:
     outcomes: collections.Counter[str] = collections.Counter()
     while seen < interrupts:
         returned = 0
+        if randomness.random() < 0.5:  # looking at the variables has made the next step another one
+            step()
+            done += 1
         try:
             try:
                 delay = 1e-6 + randomness.random() * 2.5 * duration

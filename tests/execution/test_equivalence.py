@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import phalanx as px
-from phalanx import VariableAggregation as A
-from phalanx import VariableSynchronization as S
+from phalanx import VariableAggregation as A, VariableSynchronization as S
 
 STRATEGIES = {
     "mirrored_2": lambda: px.MirroredStrategy(["CPU:0", "CPU:1"]),

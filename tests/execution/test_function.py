@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 import phalanx as px
-from phalanx import VariableAggregation as A
-from phalanx import VariableSynchronization as S
-from phalanx.core import advice
+from phalanx import VariableAggregation as A, VariableSynchronization as S
+from phalanx.core import run_hooks
 
 
 def two() -> px.MirroredStrategy:
@@ -301,7 +300,7 @@ def test_plain_jit_takes_pure_steps_of_distributed_pytrees() -> None:
 
 
 def test_unproven_writes_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    advice.say_once.cache_clear()
+    run_hooks.say_once.cache_clear()
     s = two()
     with s.scope():
         v = px.Variable(0.0)
@@ -439,7 +438,7 @@ def test_captured_distributed_values_are_each_replicas_own() -> None:
 def test_a_compiled_function_inside_an_eager_step_means_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    advice.say_once.cache_clear()
+    run_hooks.say_once.cache_clear()
     s = two()
     with s.scope():
         local = px.Variable(0.0, synchronization=S.ON_READ, aggregation=A.SUM)

@@ -9,18 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from phalanx.core import compat
 from phalanx.core.padding import CannotJoin
-from phalanx.core.placement import REPLICA_AXIS, replica_mesh
 from phalanx.execution.joint import Slot, join
 from phalanx.execution.joint.reading import Reader
 from phalanx.execution.joint.rooms import cut, empty, fill, room_for
 from phalanx.execution.joint.sameness import Keys
+from phalanx.runtime import compat
+from phalanx.runtime.placement import REPLICA_AXIS, replica_mesh
 
 COUNT = 3
 SPLIT = PartitionSpec(REPLICA_AXIS)

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from phalanx.execution.meetings import Meeting
+import pytest
+
 from phalanx.execution.throttle import Throttle
+from phalanx.job import shared_programs
+from phalanx.job.shared_programs import SharedProgram
 
 
 class Token:
@@ -49,25 +52,27 @@ def test_a_program_that_fails_to_start_leaves_no_trace() -> None:
 
 class Ledger:
     @contextmanager
-    def meet(self, meeting: Meeting) -> Iterator[None]:
+    def meet(self, shared: SharedProgram) -> Iterator[None]:
         yield
 
     def begun(self, token: Any) -> None:
         pass
 
 
-def test_programs_between_workers_keep_their_order_over_threads() -> None:
+def test_programs_between_workers_keep_their_order_over_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """JAX runs programs of different threads at the same time, and gloo would mix up their messages."""
     log: list[str] = []
     throttle = Throttle()
-    throttle.ledger = Ledger()
+    monkeypatch.setattr(shared_programs, "ledger", Ledger)
 
     def program(name: str) -> tuple[str, Any]:
         log.append(f"start {name}")
         return name, Token(log, name)
 
-    def dispatch(name: str, meeting: bool = True) -> None:
-        throttle.dispatch(program, name, meeting=Meeting(name, name, ()) if meeting else None)
+    def dispatch(name: str, shared: bool = True) -> None:
+        throttle.dispatch(program, name, shared=SharedProgram(name, name, ()) if shared else None)
 
     dispatch("a")
     dispatch("b")

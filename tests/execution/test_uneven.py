@@ -13,18 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import phalanx as px
-from phalanx import VariableAggregation as A
-from phalanx import VariableSynchronization as S
-from phalanx.collectives import exchange
-from phalanx.core import advice
+from phalanx import VariableAggregation as A, VariableSynchronization as S
+from phalanx.collectives import pair_exchange
+from phalanx.core import run_hooks
 from phalanx.core.padding import Padded
-from phalanx.core.placement import replica_mesh, stacked_over
-from phalanx.execution import function as function_module
-from phalanx.execution import uneven as uneven_module
+from phalanx.execution import function as function_module, uneven as uneven_module
+from phalanx.runtime.placement import replica_mesh, stacked_over
 
 REPLICAS = 4
 STRATEGIES: dict[str, Callable[[], px.Strategy]] = {
@@ -58,7 +55,7 @@ def rows(count: int) -> np.ndarray[Any, Any]:
 @contextmanager
 def warnings() -> Iterator[list[str]]:
     """What Phalanx says about functions that run eagerly."""
-    advice.say_once.cache_clear()
+    run_hooks.say_once.cache_clear()
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -387,14 +384,14 @@ def test_variables_may_be_made_for_an_uneven_batch(reasons: list[str]) -> None:
 
 def test_what_follows_each_run_follows_once() -> None:
     s = mirrored()
-    from phalanx.core import lifting
+    from phalanx.core import traced_variables
 
     counted: list[int] = []
 
     @px.function
     def run(x: Any) -> Any:
         def step(x: jax.Array) -> jax.Array:
-            lifting.after_each_run(counted.append)
+            traced_variables.after_each_run(counted.append)
             return ctx().all_gather(x, 0).sum()
 
         return s.run(step, args=(x,))
@@ -428,7 +425,7 @@ def test_sums_by_direct_exchange_are_joined_too(reasons: list[str]) -> None:
 
     def step(x: jax.Array) -> jax.Array:
         count = jnp.float32(x.shape[0])
-        return ctx().merge_call(lambda _, n: exchange.total(n.local), args=(count,))
+        return ctx().merge_call(lambda _, n: pair_exchange.total(n.local), args=(count,))
 
     result = px.function(lambda x: s.run(step, args=(x,)))(parts_of(s, rows(5), [4, 1]))
     assert float(result) == 5.0

@@ -18,7 +18,7 @@ import pytest
 
 import phalanx as px
 from phalanx.core import transactions
-from phalanx.core.turns import Turn, Turns
+from phalanx.runtime.turns import Turn, Turns
 
 DEADLINE = 60.0
 SUM, MEAN = px.VariableAggregation.SUM, px.VariableAggregation.MEAN

@@ -159,9 +159,9 @@ def to_the_end(compiled: bool, guilty: int) -> float:
 
 def left_in_native_code(compiled: bool, guilty: int) -> tuple[str, str, list[float]]:
     """A step that never comes back: nobody ends the connections over which its program waits."""
-    from phalanx.cluster import data_plane, watchdog
+    from phalanx.job import device_connections, watchdog
 
-    data_plane.cut = watchdog.cut = lambda addresses: 0  # type: ignore[assignment]
+    device_connections.cut = watchdog.cut = lambda addresses: 0  # type: ignore[assignment]
     s = px.MultiWorkerMirroredStrategy()
     with s.scope():
         w = px.Variable(np.ones(3, np.float32))

@@ -21,20 +21,20 @@ from tests.processes import wait_gone
 KNOWN_WITHIN = 5.0  # seconds from a death or a difference to the exception on the others
 DEADLINE = 3
 
-Gang = px.testing.MultiProcess
+Cluster = px.testing.MultiProcess
 
 
 @contextlib.contextmanager
-def gang(workers: int = 3, devices: int = 1, deadline: float = 20) -> Iterator[Gang]:
+def started_cluster(workers: int = 3, devices: int = 1, deadline: float = 20) -> Iterator[Cluster]:
     env = {"PHALANX_DEADLINE": str(deadline)}
     preload = ["phalanx", faults.__name__]
-    with Gang(workers=workers, devices=devices, env=env, preload=preload) as opened:
+    with Cluster(workers=workers, devices=devices, env=env, preload=preload) as opened:
         pids = opened.pids
         yield opened
     assert wait_gone(pids) == [], "no process is left"
 
 
-def wait_until(cluster: Gang, run: Any, worker: int, text: str) -> None:
+def wait_until(cluster: Cluster, run: Any, worker: int, text: str) -> None:
     """Wait until a worker has said something, and not until it has ended."""
     cluster.wait(lambda: text in cluster.stdout(worker) or worker in run.replies, 60.0)
     assert text in cluster.stdout(worker), run.replies
@@ -50,7 +50,7 @@ def outcomes(results: list[Any], guilty: int) -> list[faults.Outcome]:
 
 def played(fn: Callable[..., Any], *args: Any, **shape: Any) -> list[Any]:
     """What becomes of the workers of a new cluster that run a function."""
-    with gang(**shape) as cluster:
+    with started_cluster(**shape) as cluster:
         return cluster.start(fn, *args).results(timeout=60.0)
 
 
@@ -85,7 +85,7 @@ PHASES = [
     lambda *case: case[:3] == ("step", True, 1) or PHASES.index(case[:3]) % 3 == case[3],
 )
 def test_a_death(phase: str, compiled: bool, devices: int, guilty: int) -> None:
-    with gang(devices=devices) as cluster:
+    with started_cluster(devices=devices) as cluster:
         run = cluster.start(faults.caught, 10**9, compiled, phase, guilty)
         wait_until(cluster, run, guilty, "ready" if phase in faults.HELD else "started")
         killed = time.time()
@@ -105,7 +105,7 @@ def test_a_death(phase: str, compiled: bool, devices: int, guilty: int) -> None:
 @three
 def test_a_death_at_the_end(guilty: int) -> None:
     """The others have done their work, and do not wait for the one that will not come."""
-    with gang() as cluster:
+    with started_cluster() as cluster:
         run = cluster.start(faults.to_the_end, True, guilty)
         wait_until(cluster, run, guilty, "ready")
         killed = time.time()
@@ -204,8 +204,8 @@ def test_a_worker_that_ends_early(guilty: int) -> None:
 def test_workers_that_do_nothing() -> None:
     """Frozen, or in an endless loop: all others raise at the deadline, and know who is late."""
     with contextlib.ExitStack() as stack:
-        frozen = [stack.enter_context(gang(deadline=DEADLINE)) for _ in range(3)]
-        looping = stack.enter_context(gang(2, 2, deadline=DEADLINE))
+        frozen = [stack.enter_context(started_cluster(deadline=DEADLINE)) for _ in range(3)]
+        looping = stack.enter_context(started_cluster(2, 2, deadline=DEADLINE))
         runs = [c.start(faults.caught, 10**9, bool(i % 2)) for i, c in enumerate(frozen)]
         stuck = looping.start(faults.caught, 4, False, "loop", 1)
         for guilty, cluster in enumerate(frozen):
@@ -233,7 +233,7 @@ def test_workers_that_do_nothing() -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_program_that_never_comes_back_is_left(compiled: bool) -> None:
     """gloo may wait for ever although the job has failed. The worker goes on, with its old state."""
-    with gang(2, deadline=DEADLINE) as cluster:
+    with started_cluster(2, deadline=DEADLINE) as cluster:
         run = cluster.start(faults.left_in_native_code, compiled, 1)
         wait_until(cluster, run, 1, "ready")
         cluster.stop(1)
@@ -248,7 +248,7 @@ def test_a_program_that_never_comes_back_is_left(compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_call_has_a_deadline_of_its_own(compiled: bool) -> None:
-    with gang(2, deadline=50) as cluster:
+    with started_cluster(2, deadline=50) as cluster:
         run = cluster.start(faults.impatient_call, compiled, 1)
         wait_until(cluster, run, 1, "ready")
         assert cluster.wait(functools.partial(all_ended, run, [0]), 20.0)
@@ -260,7 +260,7 @@ def test_a_call_has_a_deadline_of_its_own(compiled: bool) -> None:
 
 
 def test_an_interrupt_ends_the_wait_for_a_late_worker() -> None:
-    with gang(2) as cluster:
+    with started_cluster(2) as cluster:
         run = cluster.start(faults.interrupted_wait, 1)
         wait_until(cluster, run, 1, "ready")
         wait_until(cluster, run, 0, "waits")

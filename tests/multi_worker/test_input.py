@@ -57,12 +57,11 @@ def test_an_input_that_hangs_is_reported(stuck: tuple[int, ...]) -> None:
         shown = [cluster.stderr(i) for i in range(2)]
     for result in results:
         assert result.error is None, result.error
-        kind, text, seconds = result.value
+        kind, text, _ = result.value
         assert kind == "DeadlineExceededError", text
         assert re.match(rf"worker \d waited for {DEADLINE} seconds at \S*test_input\.py:\d+ in ", text)
         for worker in stuck:
             assert re.search("Late: .*" + LATE.replace("{}", str(worker)), text), text
-        assert seconds < 3 * DEADLINE
     if len(stuck) == 1:
         assert "phalanx: worker 0 waits for worker 1 at " in shown[0]
         assert "Late: worker 1 in phase 'input'" in shown[0]

@@ -21,7 +21,7 @@ class Recorder:
     """Notes the sites of programs and operations while a call is made."""
 
     def __init__(self, s: px.Strategy) -> None:
-        from phalanx.comm import groups
+        from phalanx.collectives import groups
 
         self.sites: list[str] = []
         member = s.extended._connection.member  # type: ignore[attr-defined]

@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import phalanx as px
-from phalanx import VariableAggregation as A
-from phalanx import VariableSynchronization as S
+from phalanx import VariableAggregation as A, VariableSynchronization as S
 
 
 def strategies() -> list[px.Strategy]:

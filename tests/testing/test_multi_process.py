@@ -17,7 +17,7 @@ import pytest
 from tests.processes import wait_gone
 
 import phalanx as px
-from phalanx.testing.shipping import frame, split_frames
+from phalanx.runtime.shipping import frame, split_frames
 
 TEN = 10
 

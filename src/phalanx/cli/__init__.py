@@ -11,7 +11,7 @@ from phalanx.cli.arguments import positive
 from phalanx.cli.bench import add_bench_parser
 from phalanx.cli.inspect import add_doctor_parser, add_explain_parser
 from phalanx.cli.run import add_run_parser
-from phalanx.core.errors import PhalanxError
+from phalanx.errors import PhalanxError
 
 USAGE_ERROR = 2
 """The exit code if what was asked for cannot be done."""

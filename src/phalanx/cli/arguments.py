@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 
-from phalanx.cluster.launch.resolve import parse_arguments, parse_task, resolved
 from phalanx.cluster.resolvers import ClusterResolver
+from phalanx.job.launch.from_resolver import parse_arguments, parse_task, resolved
 
 __all__ = ["add_resolver_arguments", "count", "positive", "resolver_of", "seconds"]
 

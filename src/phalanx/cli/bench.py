@@ -21,9 +21,9 @@ import numpy as np
 
 from phalanx import comm
 from phalanx.cli.arguments import positive
-from phalanx.core import devices
-from phalanx.core.errors import InvalidValueError
+from phalanx.errors import InvalidValueError
 from phalanx.execution.function import function
+from phalanx.runtime import devices
 from phalanx.strategies.mirrored import MirroredStrategy
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")

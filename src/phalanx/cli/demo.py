@@ -37,7 +37,7 @@ class Digits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """What a training run ended with."""
 
     losses: list[float]
@@ -95,7 +95,7 @@ def batches(strategy: px.Strategy, data: Digits) -> px.DistributedDataset:
     return strategy.experimental_distribute_dataset(shuffled)
 
 
-def train(strategy: px.Strategy, data: Digits, epochs: int, progress: Progress) -> Outcome:
+def train(strategy: px.Strategy, data: Digits, epochs: int, progress: Progress) -> TrainingResult:
     """The training loop; nothing in it depends on which strategy it is given."""
     with strategy.scope():
         weights = [px.Variable(p, name=f"w{i}") for i, p in enumerate(initial_parameters())]
@@ -139,7 +139,7 @@ def train(strategy: px.Strategy, data: Digits, epochs: int, progress: Progress) 
     final = [w.value() for w in weights]
     right = np.argmax(np.asarray(logits(final, data.test_x)), axis=1) == data.test_y
     seconds = time.perf_counter() - started
-    return Outcome(losses, float(np.mean(right)), [np.asarray(w) for w in final], seconds)
+    return TrainingResult(losses, float(np.mean(right)), [np.asarray(w) for w in final], seconds)
 
 
 def describe(strategy: px.Strategy) -> str:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 
+from rich.console import Console
+
 from phalanx.cli.arguments import add_resolver_arguments, resolver_of, seconds
-from phalanx.cluster.doctor import doctor
-from phalanx.cluster.explain import explain
-from phalanx.cluster.launch.resolve import RESOLVERS
+from phalanx.errors import NotFoundError
+from phalanx.job.doctor import doctor
+from phalanx.job.explain import explain
+from phalanx.job.launch.from_resolver import RESOLVERS
+from phalanx.job.registry import RunningJob, find_job
 
 __all__ = ["add_doctor_parser", "add_explain_parser"]
 
 _EXPLAIN = """\
 Show what the workers of a running job do: a table with the phase, the step and the last call of each,
-and their Python stacks. The exit code is 0 if the job is well, 1 if it has failed, and 2 if it cannot
-be found or asked.
+and their Python stacks. Of a job with parameter servers, show the queue, what each worker does and how
+stale its values may be, and what each server holds. The exit code is 0 if the job is well, 1 if it has
+failed or a task does not answer, and 2 if the job cannot be found or asked.
 """
 
 _DOCTOR = """\
@@ -48,7 +53,22 @@ def add_explain_parser(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def _explain(options: argparse.Namespace) -> int:
-    return explain(options.job, stacks=not options.no_stacks, timeout=options.timeout)
+    servers = _servers(options.job)
+    if servers is None:
+        return explain(options.job, stacks=not options.no_stacks, timeout=options.timeout)
+    from phalanx.coordinator.overview import show
+
+    is_well = show(servers.servers, servers.token, options.timeout, Console())
+    return 0 if is_well else 1
+
+
+def _servers(job: str | None) -> RunningJob | None:
+    """The job, if it is one with parameter servers."""
+    try:
+        found = find_job(job)
+    except NotFoundError:
+        return None
+    return found if found.servers else None
 
 
 def add_doctor_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -20,20 +20,22 @@ from phalanx.cli.arguments import (
     seconds,
 )
 from phalanx.cli.terminal import JobView
-from phalanx.cluster.launch.job import Hosts, Job, placed_tasks, planned_commands, run_job
-from phalanx.cluster.launch.plan import job_tasks, task_environment
-from phalanx.cluster.launch.policy import Patience
-from phalanx.cluster.launch.remote import shell_text
-from phalanx.cluster.launch.resolve import RESOLVERS, resolved_config
-from phalanx.core.errors import InvalidValueError, NotFoundError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidValueError, NotFoundError
+from phalanx.job.launch.exit_policy import Patience
+from phalanx.job.launch.from_resolver import RESOLVERS, resolved_config
+from phalanx.job.launch.launcher import Hosts, Job, placed_tasks, planned_commands, run_job
+from phalanx.job.launch.ray_engine import RayOptions, parse_resources
+from phalanx.job.launch.remote import shell_text
+from phalanx.job.launch.task_environment import job_tasks, task_environment
+from phalanx.runtime.formatting import shown
 
 __all__ = ["add_run_parser", "run"]
 
 _DESCRIPTION = """\
 Start a program as a job of several processes, one for each task of a cluster. Each process gets the
 TF_CONFIG that it would have in a real cluster, and its output is shown with its name in front. The
-first failure ends all processes, and what the failed one wrote is shown last. The exit code is 0
+first failure ends all processes, and what the failed one wrote is shown last. Only a job with a
+coordinator (--ps) goes on without a worker that fails, as long as another is left. The exit code is 0
 exactly if all processes have succeeded, and else that of the first that failed (128 + n if signal n
 ended it).
 """
@@ -62,7 +64,12 @@ def add_run_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _add_tasks(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-n", "--workers", type=count, metavar="N", help="workers (default: 1)")
     group.add_argument("--ps", type=count, default=0, metavar="K", help="parameter servers, too")
-    group.add_argument("--chief", action="store_true", help="a chief, too")
+    group.add_argument(
+        "--chief",
+        action=argparse.BooleanOptionalAction,
+        help="a chief, too (default: with parameter servers, where it is the coordinator)",
+    )
+    group.add_argument("--evaluator", action="store_true", help="an evaluator, too")
 
 
 def _add_processes(group: argparse._ArgumentGroup) -> None:
@@ -84,7 +91,8 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
         type=count,
         default=0,
         metavar="K",
-        help="start all processes again after a failure, up to K times; PHALANX_RESTART counts them",
+        help="start all processes again after a failure, up to K times; with parameter servers, start "
+        "only the failed one again, each up to K times; PHALANX_RESTART counts them",
     )
     group.add_argument(
         "--timeout", type=seconds, metavar="S", help="end the job after S seconds, with exit code 124"
@@ -116,6 +124,28 @@ def _add_places(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--hub-address", metavar="ADDRESS", help="the address of this machine for the hosts"
+    )
+    group.add_argument(
+        "--engine",
+        choices=["processes", "ray"],
+        default="processes",
+        help="who places the processes: this command, or Ray (default: %(default)s)",
+    )
+    group.add_argument(
+        "--ray-address", metavar="ADDRESS", help="the Ray cluster (default: RAY_ADDRESS, or a new one)"
+    )
+    group.add_argument(
+        "--ray-resources",
+        action="append",
+        default=[],
+        metavar="TYPE:NAME=NUMBER,…",
+        help="what each task of a type needs, such as worker:GPU=1,CPU=4 (default: CPU=1)",
+    )
+    group.add_argument(
+        "--ray-strategy",
+        choices=["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"],
+        default="PACK",
+        help="how Ray spreads tasks over its nodes (default: %(default)s)",
     )
     group.add_argument(
         "--resolver",
@@ -170,10 +200,12 @@ def _job(options: argparse.Namespace, argv: list[str], name: str) -> Job:
     if options.hosts is not None:
         hosts = Hosts(options.hosts, options.ssh, options.hub_address)
         workers = len(options.hosts.split(",")) if workers is None else workers
-    base = {} if hosts is not None else dict(os.environ)
+    chief = options.ps > 0 if options.chief is None else options.chief
+    ray = _ray(options)
+    base = {} if hosts is not None or ray is not None else dict(os.environ)
     return Job(
         argv,
-        job_tasks(1 if workers is None else workers, options.ps, options.chief),
+        job_tasks(1 if workers is None else workers, options.ps, chief, options.evaluator),
         name,
         environ=base | _extra_environment(options.env),
         devices=options.devices_per_worker,
@@ -182,8 +214,21 @@ def _job(options: argparse.Namespace, argv: list[str], name: str) -> Job:
         restarts=options.restarts,
         patience=replace(Patience(), peers=options.grace),
         hosts=hosts,
+        ray=ray,
         python=options.python or sys.executable,
     )
+
+
+def _ray(options: argparse.Namespace) -> RayOptions | None:
+    if options.engine != "ray":
+        return None
+    if options.hosts is not None:
+        raise InvalidValueError(
+            "Ray places the processes itself: leave --hosts or --engine out. "
+            f"Received: --engine ray --hosts {options.hosts}"
+        )
+    resources = parse_resources(options.ray_resources)
+    return RayOptions(options.ray_address, resources, options.ray_strategy)
 
 
 def _extra_environment(words: list[str]) -> dict[str, str]:
@@ -199,6 +244,7 @@ def _extra_environment(words: list[str]) -> dict[str, str]:
 
 
 def _show(job: Job) -> int:
+    # Ray chooses the addresses of a real run; these are only an example.
     with placed_tasks(job) as tasks:
         here = planned_commands(replace(job, hosts=None, environ={}), tasks, "HOST:PORT", "")
         there = planned_commands(job, tasks, "HOST:PORT", "")

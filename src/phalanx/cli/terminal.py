@@ -13,11 +13,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.segment import Segment
 from rich.text import Text
 
-from phalanx.cluster.hub.facts import Task, describe_exit
-from phalanx.cluster.hub.server import Hub
-from phalanx.cluster.launch.job import JobOutcome
-from phalanx.cluster.launch.output import printable
-from phalanx.cluster.launch.policy import Reason
+from phalanx.job.hub.descriptions import Task, describe_exit
+from phalanx.job.hub.server import Hub
+from phalanx.job.launch.exit_policy import Reason
+from phalanx.job.launch.launcher import JobOutcome
+from phalanx.job.launch.output import printable
 
 __all__ = ["JobView", "progress_text"]
 
@@ -79,6 +79,19 @@ class JobView:
         """Let everything that was printed be seen."""
         self._out.flush()
         self._err.flush()
+
+    def restarts(self, task: Task, code: int, count: int) -> None:
+        """Say that a process is started again."""
+        self._say(f"{task} {describe_exit(code)}. It is started again ({count}).")
+
+    def goes_on(self, task: Task, code: int) -> None:
+        """Say that the job goes on without a process."""
+        self._say(f"{task} {describe_exit(code)}. The job goes on without it.")
+
+    def _say(self, text: str) -> None:
+        self.flush()
+        self._err.text(f"[phalanx] {text}")
+        self.flush()
 
     def failed(self, outcome: JobOutcome, again: bool) -> None:
         """Say why the job failed; the failed worker's own words come last."""

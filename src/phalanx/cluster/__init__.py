@@ -3,9 +3,9 @@
 - `phalanx.cluster.spec`: the description of a cluster as plain data.
 - `phalanx.cluster.definitions`: the same as messages, in TensorFlow's format.
 - `phalanx.cluster.resolvers`: where the description comes from, one file per source.
-- `phalanx.cluster.multi_worker`: which part a task has in training over several workers.
-- `phalanx.cluster.hub`: what the workers of a job tell each other besides data.
-- `phalanx.cluster.launch`: starts the processes of a job and ends them together.
+- `phalanx.cluster.roles`: which part a task has in training over several workers.
+- `phalanx.job.hub`: what the workers of a job tell each other besides data.
+- `phalanx.job.launch`: starts the processes of a job and ends them together.
 """
 
 from phalanx.cluster.definitions import ClusterDef, JobDef, ServerDef

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any, ClassVar, TypeVar, overload
 
-from phalanx.cluster import wire
-from phalanx.cluster.message import Int, Kind, Message, Opaque, Text, block, quoted
+from phalanx.cluster.message import Int, Kind, Opaque, ProtobufMessage, Text, block, quoted, read_fields
 from phalanx.cluster.tasks import normal_tasks, task_index, text
-from phalanx.core.errors import InvalidTypeError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidTypeError
+from phalanx.runtime import protobuf_wire as wire
+from phalanx.runtime.formatting import shown
 
 __all__ = ["ClusterDef", "JobDef", "JobList", "ServerDef", "TaskMap"]
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=ProtobufMessage)
 
 
 class TaskMap(MutableMapping[int, str]):
@@ -68,7 +68,7 @@ class _Tasks(Kind):
     def decoded(self, raw: int | bytes) -> Any:
         if isinstance(raw, int):
             return raw
-        entry = dict(wire.fields(raw))
+        entry = dict(read_fields(raw))
         return {entry.get(1, 0): entry.get(2, "")}
 
     def lines(self, name: str, value: TaskMap) -> list[str]:
@@ -76,7 +76,7 @@ class _Tasks(Kind):
         return [line for lines in blocks for line in lines]
 
 
-class JobDef(Message):
+class JobDef(ProtobufMessage):
     """One job of a cluster: its name, and the address of each task by index.
 
     Indices that are missing belong to tasks that are not known.
@@ -167,7 +167,7 @@ class _Jobs(Kind):
         return [line for job in value for line in block(name, job._lines())]
 
 
-class ClusterDef(Message):
+class ClusterDef(ProtobufMessage):
     """All jobs of a cluster.
 
     >>> cluster = ClusterDef()
@@ -216,7 +216,7 @@ class _Cluster(Kind):
         return block(name, value._lines()) if value.job else []
 
 
-class ServerDef(Message):
+class ServerDef(ProtobufMessage):
     """One server: the cluster it belongs to, which task it is, and how to reach it.
 
     `default_session_config` and `cluster_device_filters` are kept for those who read them; nothing

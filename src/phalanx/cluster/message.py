@@ -11,12 +11,12 @@ import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from phalanx.cluster import wire
 from phalanx.cluster.tasks import text
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime import protobuf_wire as wire
+from phalanx.runtime.formatting import shown
 
-__all__ = ["Int", "Kind", "Message", "Opaque", "Text", "block", "quoted"]
+__all__ = ["Int", "Kind", "Opaque", "ProtobufMessage", "Text", "block", "quoted", "read_fields"]
 
 # ruff: noqa: N802  - the methods of messages have protobuf's names
 
@@ -136,7 +136,7 @@ class Opaque(Kind):
         return block(name, inner.split("\n"))
 
 
-class Message:
+class ProtobufMessage:
     """Fields with protobuf's names and rules; subclasses list them in `_FIELDS`, by number."""
 
     _FIELDS: ClassVar[Mapping[str, Kind]] = {}
@@ -191,7 +191,7 @@ class Message:
             raise InvalidTypeError(f"A serialized message must be bytes. Received: {shown(serialized)}")
         names = {kind.number: (name, kind) for name, kind in self._FIELDS.items()}
         changed = {name: getattr(self, name) for name in self._FIELDS}
-        for number, raw in wire.fields(bytes(serialized)):
+        for number, raw in read_fields(bytes(serialized)):
             if number in names:
                 name, kind = names[number]
                 new = kind.check(kind.decoded(raw), f"`{name}` of a serialized {type(self).__name__}")
@@ -246,6 +246,17 @@ class Message:
     def _check_class(self, other: object) -> None:
         if type(other) is not type(self):
             raise InvalidTypeError(f"A {type(self).__name__} is needed. Received: {shown(other)}")
+
+
+def read_fields(data: bytes) -> list[tuple[int, int | bytes]]:
+    """The fields of a serialized message, by number."""
+    try:
+        return wire.values(data)
+    except wire.Malformed:
+        raise InvalidValueError(
+            "The bytes are not a serialized message. Use what `SerializeToString` returned. "
+            f"Received: {len(data)} bytes, {shown(data[:40])}"
+        ) from None
 
 
 def block(name: str, lines: list[str]) -> list[str]:

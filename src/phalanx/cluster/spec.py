@@ -11,8 +11,8 @@ from typing import Any
 
 from phalanx.cluster.definitions import ClusterDef, JobDef
 from phalanx.cluster.tasks import normal_tasks, text
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["ClusterSpec"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["normal_tasks", "port", "task_index", "text"]
 

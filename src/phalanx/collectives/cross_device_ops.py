@@ -14,20 +14,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.collectives import host, programs
-from phalanx.collectives.packing import Packing, plan_packs
-from phalanx.core import compat, spmd
-from phalanx.core.destinations import destination_devices
-from phalanx.core.devices import DeviceLike, resolve_device
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from phalanx.collectives import device_programs, large_sums, sums_in_programs
+from phalanx.collectives.packing import UNPACKED, Packing
+from phalanx.core import spmd
+from phalanx.core.cross_replica import destination_devices
 from phalanx.core.indexed_slices import IndexedSlices, reduce_slices
 from phalanx.core.options import CommunicationOptions, as_communication_options
-from phalanx.core.placement import place
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op, check_alike, divide
-from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
-from phalanx.core.values import DistributedValues, Mirrored, PerReplica
+from phalanx.core.values import DistributedValues, Mirrored, PerReplica, samples_of
 from phalanx.core.variables import Variable
+from phalanx.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from phalanx.runtime import compat
+from phalanx.runtime.devices import DeviceLike, resolve_device
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.placement import place
 
 _log = logging.getLogger("phalanx")
 
@@ -117,7 +118,7 @@ class CrossDeviceOps:
         devices = destination_devices(destinations)
         alike = len({(x.shape, x.dtype) for x in components}) == 1
         if alike and 1 < len(components) == len(set(devices)) == len(devices):
-            return programs.all_gather(components, devices, axis)
+            return device_programs.all_gather(components, devices, axis)
         here = devices[0]
         with jax.default_device(here):
             joined = jnp.concatenate([place(x, here) for x in components], axis=axis)
@@ -129,15 +130,15 @@ class CrossDeviceOps:
 
     def sizes(self, per_replica_value: Any, axis: int) -> list[int]:
         """The length of every replica's component along `axis`."""
-        return [x.shape[axis] for x in _as_per_replica(per_replica_value).samples()]
+        return [x.shape[axis] for x in samples_of(_as_per_replica(per_replica_value))]
 
     def _in_program(self, op: ReduceOp, pairs: Pairs, options: CommunicationOptions) -> list[Any]:
         """Reduce inside a compiled run, where values are local and devices are given."""
         results: list[Any] = [None] * len(pairs)
         dense = []
         for i, (value, _) in enumerate(pairs):
-            if isinstance(value.samples()[0], IndexedSlices):
-                results[i] = spmd.all_reduce_slices(op, value.component(0))
+            if isinstance(samples_of(value)[0], IndexedSlices):
+                results[i] = sums_in_programs.all_reduce_slices(op, value.component(0))
             else:
                 dense.append(i)
         values = [pairs[i][0].apply(as_operand) for i in dense]
@@ -217,7 +218,7 @@ class ReductionToOneDevice(CrossDeviceOps):
                 f"accumulation_fn must be callable. Received: {shown(accumulation_fn)}"
             )
         self.reduce_to_device = reduce_to_device
-        self.accumulation_fn = accumulation_fn or programs.add_n
+        self.accumulation_fn = accumulation_fn or device_programs.add_n
 
     def reduce_implementation(
         self,
@@ -246,9 +247,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         self, reduce_op: ReduceOp, values: Sequence[PerReplica], options: CommunicationOptions
     ) -> list[jax.Array]:
         """Reduce inside a compiled run, where XLA chooses the route."""
-        if self.accumulation_fn is programs.add_n:
+        if self.accumulation_fn is device_programs.add_n:
             xs = [v.component(0) for v in values]
-            return spmd.all_reduce(reduce_op, xs, [[i] for i in range(len(xs))])
+            return sums_in_programs.all_reduce(reduce_op, xs, UNPACKED)
         totals = [self.accumulation_fn(list(v.values)) for v in values]
         mean = reduce_op is ReduceOp.MEAN
         return [divide(t, v.count) if mean else t for t, v in zip(totals, values, strict=True)]
@@ -294,19 +295,21 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             if len(components) == len(devices) == len(set(devices)):
                 groups.setdefault(devices, []).append((i, components))
             else:
-                total = _reduce_here(reduce_op, components, devices[0], programs.add_n)
+                total = _reduce_here(reduce_op, components, devices[0], device_programs.add_n)
                 results[i] = self.broadcast(total, destinations)
         for devices, members in groups.items():
             self._announce(devices)
             small = []
             for i, components in members:
-                if host.is_worthwhile(components, devices):
-                    results[i] = Mirrored(host.all_reduce(reduce_op, components, devices))
+                if large_sums.is_worthwhile(components, devices):
+                    results[i] = Mirrored(large_sums.all_reduce(reduce_op, components, devices))
                 else:
                     small.append((i, components))
             if small:
                 columns = [components for _, components in small]
-                reduced = programs.all_reduce(reduce_op, columns, devices, self._packing(options))
+                reduced = device_programs.all_reduce(
+                    reduce_op, columns, devices, self._packing(options)
+                )
                 for (i, _), result in zip(small, reduced, strict=True):
                     results[i] = result
         return results
@@ -316,8 +319,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[jax.Array]:
         """Reduce inside a compiled run, packing small tensors together."""
         xs = [v.component(0) for v in values]
-        packs = plan_packs([x.nbytes for x in xs], [x.dtype for x in xs], self._packing(options))
-        return spmd.all_reduce(reduce_op, xs, packs)
+        return sums_in_programs.all_reduce(reduce_op, xs, self._packing(options))
 
     def _packing(self, options: CommunicationOptions) -> Packing:
         if options.bytes_per_pack:

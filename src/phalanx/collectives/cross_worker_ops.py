@@ -10,23 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from phalanx.collectives import exchange, programs
+from phalanx.collectives import device_programs, pair_exchange, sums_in_programs
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps, Pairs
-from phalanx.collectives.packing import BETWEEN_WORKERS, Packing, plan_packs
-from phalanx.core import lifting, spmd
-from phalanx.core.deadlines import limited
-from phalanx.core.destinations import destination_devices
-from phalanx.core.host_memory import expect_model
+from phalanx.collectives.packing import BETWEEN_WORKERS, Packing
+from phalanx.core import traced_variables
+from phalanx.core.cross_replica import destination_devices
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.options import (
     CommunicationImplementation,
     CommunicationOptions,
     as_communication_options,
 )
-from phalanx.core.placement import REPLICA_AXIS, Span, place, replica_mesh
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op, divide
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import Mirrored, PerReplica
+from phalanx.runtime.deadlines import limited
+from phalanx.runtime.host_memory import expect_model
+from phalanx.runtime.placement import REPLICA_AXIS, Span, place, replica_mesh
 
 
 class CrossWorkerOps(AllReduceCrossDeviceOps):
@@ -89,7 +89,7 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         given = self._options if options is None else options
         expect_model([column[0] for column in columns])
         with limited(given.timeout_seconds):
-            reduced = programs.all_reduce(
+            reduced = device_programs.all_reduce(
                 op, columns, self._devices, self._packing(given), self._span, self._total(given)
             )
         return [self._deliver(x, d) for x, (_, d) in zip(reduced, pairs, strict=True)]
@@ -101,13 +101,13 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         xs = [v.component(0) for v in values]
         expect_model(xs)
         _limit_program(options)
-        packs = plan_packs([x.nbytes for x in xs], [x.dtype for x in xs], self._packing(options))
-        return spmd.all_reduce(reduce_op, xs, packs, self._total(options))
+        packing, total = self._packing(options), self._total(options)
+        return sums_in_programs.all_reduce(reduce_op, xs, packing, total)
 
     def sum_of_rows(self, rows: jax.Array) -> jax.Array:
         """The sum over replicas of a traced array with a row for each of them."""
         total = self._total(self._options)
-        if total is spmd.total:
+        if total is sums_in_programs.total:
             return super().sum_of_rows(rows)
         summed: jax.Array = jax.shard_map(
             lambda row: total(row[0]),
@@ -126,9 +126,9 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
     def _total(self, options: CommunicationOptions) -> Callable[[jax.Array], jax.Array]:
         """How one array is summed; who asks for a ring gets one."""
         asked = {options.implementation, self._options.implementation}
-        if asked == {CommunicationImplementation.AUTO} and exchange.is_worthwhile(self._span):
-            return exchange.total
-        return spmd.total
+        if asked == {CommunicationImplementation.AUTO} and pair_exchange.is_worthwhile(self._span):
+            return pair_exchange.total
+        return sums_in_programs.total
 
     def _reduce_slices(self, op: ReduceOp, value: PerReplica, destinations: Any) -> Any:
         rows = self._gathered(value.apply(lambda s: s.values), 0)
@@ -158,9 +158,9 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         sizes = self.sizes(value, axis)
         most = max(sizes)
         if min(sizes) == most:
-            return programs.all_gather(value.values, self._devices, axis, self._span)
+            return device_programs.all_gather(value.values, self._devices, axis, self._span)
         padded = [_padded(jnp.asarray(x), axis, most) for x in value.values]
-        joined = programs.all_gather(padded, self._devices, axis, self._span)
+        joined = device_programs.all_gather(padded, self._devices, axis, self._span)
         kept = np.concatenate([np.arange(n) + i * most for i, n in enumerate(sizes)])
         copies = [jnp.take(x, kept, axis=axis) for x in joined.values]
         return Mirrored([place(x, d) for x, d in zip(copies, self._devices, strict=True)], self._span)
@@ -172,12 +172,12 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
             place(jnp.full(1, x.shape[axis], jnp.int32), d)
             for x, d in zip(value.values, self._devices, strict=True)
         ]
-        everywhere = programs.all_gather(lengths, self._devices, 0, self._span)
+        everywhere = device_programs.all_gather(lengths, self._devices, 0, self._span)
         return [int(n) for n in np.asarray(everywhere.values[0])]
 
     def from_first(self, value: Any) -> Any:
         """What the first replica of all has."""
-        return programs.from_first(self._own(value).values, self._devices, self._span)
+        return device_programs.from_first(self._own(value).values, self._devices, self._span)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copy a value that all workers have to the devices of `destinations`."""
@@ -219,5 +219,5 @@ def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
 def _limit_program(options: CommunicationOptions | None) -> None:
     """The program that is being traced has as long as the most impatient of its collectives."""
     if options is not None and options.timeout_seconds is not None:
-        for program in lifting.enclosing()[:1]:
+        for program in traced_variables.enclosing()[:1]:
             program.seconds = min(options.timeout_seconds, program.seconds or options.timeout_seconds)

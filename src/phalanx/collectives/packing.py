@@ -1,9 +1,10 @@
-"""Packing: how many small tensors become few messages. Pure functions."""
+"""Packing: how many small tensors become few messages. Pure functions, for arrays of JAX and NumPy."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 SMALL_TENSOR_BYTES = 64 * 1024
 """Up to this size a tensor is cheaper to copy into a shared buffer than to send alone.
@@ -33,6 +34,45 @@ class Packing:
 
 BETWEEN_WORKERS = Packing(small_bytes=256 * 1024, small_packs_bytes=2 << 20)
 """Between processes a message costs more than between the devices of one."""
+
+
+TOGETHER = Packing(num_packs=1)
+"""All tensors of a dtype in one message."""
+
+UNPACKED = Packing(num_packs=0)
+"""Each tensor in a message of its own."""
+
+
+def reduce_packed(
+    xs: Sequence[Any],
+    packing: Packing,
+    join: Callable[[list[Any]], Any],
+    reduce: Callable[[Any], Any],
+) -> list[Any]:
+    """Reduce arrays in few messages: those of one pack as one flat array.
+
+    Args:
+        xs: the arrays.
+        packing: which of them travel together.
+        join: joins flat arrays.
+        reduce: reduces one array.
+
+    Examples:
+        >>> import numpy as np
+        >>> xs = [np.ones((2, 2)), np.int32([1]), np.zeros(1)]
+        >>> [x.tolist() for x in reduce_packed(xs, TOGETHER, np.concatenate, lambda x: x + x)]
+        [[[2.0, 2.0], [2.0, 2.0]], [2], [0.0]]
+    """
+    reduced: list[Any] = [None] * len(xs)
+    for pack in plan_packs([x.nbytes for x in xs], [x.dtype for x in xs], packing):
+        if len(pack) == 1:
+            reduced[pack[0]] = reduce(xs[pack[0]])
+            continue
+        whole, start = reduce(join([xs[i].reshape(-1) for i in pack])), 0
+        for i in pack:
+            reduced[i] = whole[start : start + xs[i].size].reshape(xs[i].shape)
+            start += xs[i].size
+    return reduced
 
 
 def plan_packs(sizes: Sequence[int], kinds: Sequence[Hashable], packing: Packing) -> list[list[int]]:

@@ -1,9 +1,29 @@
-"""`px.comm`: collectives between the workers of a job, and between replicas inside of `Strategy.run`.
+"""`px.comm`: collectives between the workers of a job, and between replicas inside `Strategy.run`.
 
 Functions without an underscore leave their input alone and return ``(result, handle)``; those with one
 write into buffers and return a handle or None.
 """
 
+from phalanx.collectives.groups import (
+    WORLD_COMM_GROUP,
+    Group,
+    create_group,
+    destroy,
+    destroy_group,
+    get_group_rank_from_world_rank,
+    get_group_size,
+    get_local_rank,
+    get_local_rank_size,
+    get_process_group_ranks,
+    get_rank,
+    get_world_rank_from_group_rank,
+    get_world_size,
+    init,
+    is_initialized,
+    new_group,
+)
+from phalanx.collectives.handles import Handle, PendingArray
+from phalanx.collectives.reductions import PremulSum, premul_sum
 from phalanx.comm.conventions import (
     all_gather_into_tensor_uneven,
     all_to_all_single_with_output_shape,
@@ -37,25 +57,6 @@ from phalanx.comm.functional import (
     scatter,
     scatter_tensor,
 )
-from phalanx.comm.groups import (
-    WORLD_COMM_GROUP,
-    Group,
-    create_group,
-    destroy,
-    destroy_group,
-    get_group_rank_from_world_rank,
-    get_group_size,
-    get_local_rank,
-    get_local_rank_size,
-    get_process_group_ranks,
-    get_rank,
-    get_world_rank_from_group_rank,
-    get_world_size,
-    init,
-    is_initialized,
-    new_group,
-)
-from phalanx.comm.handles import Handle, PendingArray
 from phalanx.comm.in_place import (
     all_gather_,
     all_gather_into_tensor_,
@@ -89,7 +90,7 @@ from phalanx.comm.objects import (
     gather_object,
     scatter_object_list,
 )
-from phalanx.comm.reductions import PremulSum, ReduceOp, premul_sum
+from phalanx.core.reduction import ReduceOp
 
 __all__ = [
     "WORLD_COMM_GROUP",

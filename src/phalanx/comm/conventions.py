@@ -13,15 +13,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.comm import functional, groups, in_place, objects
-from phalanx.comm.calls import Outcome, as_array
-from phalanx.comm.groups import Group
-from phalanx.comm.handles import Handle, PendingArray
+from phalanx.collectives import groups
+from phalanx.collectives.groups import Group
+from phalanx.collectives.handles import Handle, Outcome, PendingArray
+from phalanx.collectives.table import as_array
+from phalanx.comm import functional, in_place, objects
 from phalanx.comm.in_place import check_buffer, filled, write
 from phalanx.comm.messages import recv, recv_, send
-from phalanx.comm.reductions import ReduceOp
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.core.reduction import ReduceOp
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 GroupLike = Group | str | None
 
@@ -298,7 +299,7 @@ class _CheckedHandle(Handle):
     """The handle of an operation whose result is checked when it is asked for."""
 
     def __init__(self, handle: Handle, check: Callable[[Any], None]) -> None:
-        super().__init__(handle.get_future(), handle._site)
+        super().__init__(handle.get_future(), handle.site)
         self._handle, self._look = handle, check
 
     def result(self, timeout: float | None = None) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.comm import operations
-from phalanx.comm.calls import Outcome
-from phalanx.comm.operations import GroupLike, Op
-from phalanx.comm.reductions import ReduceOp
+from phalanx.collectives.handles import Outcome
+from phalanx.collectives.perform import GroupLike, Op, perform
+from phalanx.core.reduction import ReduceOp
+from phalanx.errors import InvalidValueError
+from phalanx.runtime.formatting import shown
 
 
 def all_reduce(
@@ -32,14 +33,14 @@ def all_reduce(
         >>> out.tolist(), handle
         ([1.0, 2.0], None)
     """
-    return operations.all_reduce(tensor, op, group, async_op)
+    return perform("all_reduce", group, async_op, tensor, op=op)
 
 
 def all_reduce_coalesced(
     tensors: Sequence[Any], op: Op = ReduceOp.SUM, group: GroupLike = None, async_op: bool = False
 ) -> Outcome:
     """Like `all_reduce`, of several arrays at once: those of one dtype travel in one message."""
-    return operations.all_reduce_coalesced(tensors, op, group, async_op)
+    return perform("all_reduce_coalesced", group, async_op, tensors, op=op)
 
 
 def reduce(
@@ -50,22 +51,22 @@ def reduce(
     async_op: bool = False,
 ) -> Outcome:
     """Combine the arrays of all ranks on rank `dst`; the others get their own array back."""
-    return operations.reduce(tensor, dst, op, group, async_op)
+    return perform("reduce", group, async_op, tensor, op=op, root=dst)
 
 
 def broadcast(tensor: Any, src: int = 0, group: GroupLike = None, async_op: bool = False) -> Outcome:
     """Give every rank the array of rank `src`; all have one of the same shape and dtype."""
-    return operations.broadcast(tensor, src, group, async_op)
+    return perform("broadcast", group, async_op, tensor, root=src)
 
 
 def all_gather(tensor: Any, group: GroupLike = None, async_op: bool = False) -> Outcome:
     """A list of the arrays of all ranks, whose shapes may differ, except where code is compiled."""
-    return operations.all_gather(tensor, group, async_op)
+    return perform("all_gather", group, async_op, tensor)
 
 
 def all_gather_into_tensor(tensor: Any, group: GroupLike = None, async_op: bool = False) -> Outcome:
     """The arrays of all ranks, of one shape, joined along the first dimension."""
-    return operations.all_gather_into_tensor(tensor, group, async_op)
+    return perform("all_gather_into_tensor", group, async_op, tensor)
 
 
 all_gather_single = all_gather_into_tensor
@@ -76,14 +77,14 @@ def gather(tensor: Any, dst: int = 0, group: GroupLike = None, async_op: bool = 
 
     Where replicas are compiled, one program stands for all of them, so all get the list.
     """
-    return operations.gather(tensor, dst, group, async_op)
+    return perform("gather", group, async_op, tensor, root=dst)
 
 
 def gather_into_tensor(
     tensor: Any, dst: int = 0, group: GroupLike = None, async_op: bool = False
 ) -> Outcome:
     """The arrays of all ranks joined along the first dimension on rank `dst`; zeros on the others."""
-    return operations.gather_into_tensor(tensor, dst, group, async_op)
+    return perform("gather_into_tensor", group, async_op, tensor, root=dst)
 
 
 def scatter(
@@ -96,7 +97,7 @@ def scatter(
 
     Where replicas are compiled, all give a list, of arrays of one shape.
     """
-    return operations.scatter(tensors, src, group, async_op)
+    return perform("scatter", group, async_op, tensors, root=src)
 
 
 def scatter_tensor(
@@ -106,7 +107,7 @@ def scatter_tensor(
 
     All ranks give an array of the same shape and dtype; only that of `src` matters.
     """
-    return operations.scatter_tensor(tensor, src, group, async_op)
+    return perform("scatter_tensor", group, async_op, tensor, root=src)
 
 
 def reduce_scatter(
@@ -117,14 +118,14 @@ def reduce_scatter(
     The arrays of one list may differ in shape, except where replicas are compiled; the lists of all
     ranks have the same shapes.
     """
-    return operations.reduce_scatter(tensors, op, group, async_op)
+    return perform("reduce_scatter", group, async_op, tensors, op=op)
 
 
 def reduce_scatter_tensor(
     tensor: Any, op: Op = ReduceOp.SUM, group: GroupLike = None, async_op: bool = False
 ) -> Outcome:
     """Combine the arrays of all ranks; each gets its part of the result along the first dimension."""
-    return operations.reduce_scatter_tensor(tensor, op, group, async_op)
+    return perform("reduce_scatter_tensor", group, async_op, tensor, op=op)
 
 
 reduce_scatter_single = reduce_scatter_tensor
@@ -135,7 +136,7 @@ def all_to_all(tensors: Sequence[Any], group: GroupLike = None, async_op: bool =
 
     The shapes may differ, except where replicas are compiled; all arrays have one dtype.
     """
-    return operations.all_to_all(tensors, group, async_op)
+    return perform("all_to_all", group, async_op, tensors)
 
 
 def all_to_all_single(
@@ -154,7 +155,13 @@ def all_to_all_single(
         group: the ranks that take part; by default all.
         async_op: whether to return at once, with a handle to wait for.
     """
-    return operations.all_to_all_single(tensor, output_split_sizes, input_split_sizes, group, async_op)
+    return perform(
+        "all_to_all_single",
+        group,
+        async_op,
+        tensor,
+        splits=(input_split_sizes, output_split_sizes),
+    )
 
 
 def barrier(group: GroupLike = None, async_op: bool = False, timeout: float | None = None) -> Any:
@@ -169,4 +176,8 @@ def barrier(group: GroupLike = None, async_op: bool = False, timeout: float | No
     Returns:
         None, or the handle.
     """
-    return operations.barrier(group, async_op, timeout)
+    if timeout is not None and not timeout > 0:
+        raise InvalidValueError(
+            f"timeout must be a positive number of seconds. Received: {shown(timeout)}"
+        )
+    return perform("barrier", group, async_op, timeout=timeout)[1]

@@ -13,15 +13,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.comm import groups, operations
-from phalanx.comm.calls import Outcome, kind
-from phalanx.comm.handles import Handle
-from phalanx.comm.operations import GroupLike, Op
-from phalanx.comm.reductions import ReduceOp
-from phalanx.comm.replicas_eager import OwnHandle
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.collectives import groups
+from phalanx.collectives.eager_replicas import OwnHandle
+from phalanx.collectives.handles import Handle, Outcome
+from phalanx.collectives.perform import GroupLike, Op, perform
+from phalanx.collectives.table import kind
+from phalanx.core.reduction import ReduceOp
+from phalanx.core.replica_context import is_compiled
 from phalanx.core.variables import Variable
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 
 def all_reduce_(
@@ -37,7 +38,7 @@ def all_reduce_(
         [1, 2]
     """
     check_buffer(tensor)
-    outcome = operations.all_reduce(tensor, op, group, async_op, whole(tensor))
+    outcome = perform("all_reduce", group, async_op, tensor, op=op, out=whole(tensor))
     return filled(outcome, lambda out: write(tensor, out), async_op)
 
 
@@ -47,7 +48,7 @@ def all_reduce_coalesced_(
     """Like `all_reduce_coalesced`, into the arrays themselves."""
     for tensor in tensors:
         check_buffer(tensor)
-    outcome = operations.all_reduce_coalesced(tensors, op, group, async_op)
+    outcome = perform("all_reduce_coalesced", group, async_op, tensors, op=op)
     return filled(outcome, lambda out: write_all(tensors, out), async_op)
 
 
@@ -60,7 +61,7 @@ def reduce_(
 ) -> Handle | None:
     """Like `reduce`, into the array of rank `dst`; the others keep theirs."""
     check_buffer(tensor)
-    outcome = operations.reduce(tensor, dst, op, group, async_op, whole(tensor))
+    outcome = perform("reduce", group, async_op, tensor, op=op, root=dst, out=whole(tensor))
     return filled(outcome, lambda out: write(tensor, out), async_op)
 
 
@@ -69,7 +70,7 @@ def broadcast_(
 ) -> Handle | None:
     """Like `broadcast`, into the array itself."""
     check_buffer(tensor)
-    outcome = operations.broadcast(tensor, src, group, async_op, whole(tensor))
+    outcome = perform("broadcast", group, async_op, tensor, root=src, out=whole(tensor))
     return filled(outcome, lambda out: write(tensor, out), async_op)
 
 
@@ -78,7 +79,7 @@ def all_gather_(
 ) -> Handle | None:
     """Like `all_gather`, into a list of one buffer per rank."""
     check_buffers(tensor_list, group, tensor.dtype)
-    outcome = operations.all_gather(tensor, group, async_op, all_whole(tensor_list))
+    outcome = perform("all_gather", group, async_op, tensor, out=all_whole(tensor_list))
     return filled(outcome, lambda out: write_all(tensor_list, out), async_op)
 
 
@@ -91,7 +92,7 @@ def all_gather_into_tensor_(
     shapes = [joined, (count, *tensor.shape)]
     check_buffer(output, shapes, tensor.dtype)
     given = tensor if tensor.ndim else jnp.reshape(tensor, (1,))
-    outcome = operations.all_gather_into_tensor(given, group, async_op, whole(output))
+    outcome = perform("all_gather_into_tensor", group, async_op, given, out=whole(output))
     return filled(outcome, lambda out: write(output, out.reshape(output.shape)), async_op)
 
 
@@ -115,7 +116,7 @@ def gather_(
         raise InvalidValueError(
             f"Only rank {dst}, the destination, has a gather_list. Received: a list on another rank"
         )
-    outcome = operations.gather(tensor, dst, group, async_op, all_whole(gather_list))
+    outcome = perform("gather", group, async_op, tensor, root=dst, out=all_whole(gather_list))
     return filled(outcome, lambda out: write_all(gather_list or (), out or ()), async_op)
 
 
@@ -128,7 +129,7 @@ def scatter_(
 ) -> Handle | None:
     """Like `scatter`, into `tensor`."""
     check_buffer(tensor)
-    outcome = operations.scatter(scatter_list, src, group, async_op, whole(tensor))
+    outcome = perform("scatter", group, async_op, scatter_list, root=src, out=whole(tensor))
     return filled(outcome, lambda out: write(tensor, out), async_op)
 
 
@@ -137,7 +138,7 @@ def scatter_tensor_(
 ) -> Handle | None:
     """Like `scatter_tensor`, into `output`."""
     _check_part(output, tensor, group)
-    outcome = operations.scatter_tensor(tensor, src, group, async_op, whole(output))
+    outcome = perform("scatter_tensor", group, async_op, tensor, root=src, out=whole(output))
     return filled(outcome, lambda out: write(output, out), async_op)
 
 
@@ -150,7 +151,7 @@ def reduce_scatter_(
 ) -> Handle | None:
     """Like `reduce_scatter`, into `output`."""
     check_buffer(output)
-    outcome = operations.reduce_scatter(tensor_list, op, group, async_op, whole(output))
+    outcome = perform("reduce_scatter", group, async_op, tensor_list, op=op, out=whole(output))
     return filled(outcome, lambda out: write(output, out), async_op)
 
 
@@ -163,7 +164,7 @@ def reduce_scatter_tensor_(
 ) -> Handle | None:
     """Like `reduce_scatter_tensor`, into `output`."""
     _check_part(output, tensor, group)
-    outcome = operations.reduce_scatter_tensor(tensor, op, group, async_op, whole(output))
+    outcome = perform("reduce_scatter_tensor", group, async_op, tensor, op=op, out=whole(output))
     return filled(outcome, lambda out: write(output, out), async_op)
 
 
@@ -175,7 +176,7 @@ def all_to_all_(
 ) -> Handle | None:
     """Like `all_to_all`, into a list of one buffer per rank."""
     check_buffers(output_list, group, tensors[0].dtype if len(tensors) else None)
-    outcome = operations.all_to_all(tensors, group, async_op, all_whole(output_list))
+    outcome = perform("all_to_all", group, async_op, tensors, out=all_whole(output_list))
     return filled(outcome, lambda out: write_all(output_list, out), async_op)
 
 
@@ -202,8 +203,13 @@ def all_to_all_single_(
             f"output_split_sizes must add up to the {output.shape[0]} rows of the output. "
             f"Received: {list(output_split_sizes)}"
         )
-    outcome = operations.all_to_all_single(
-        tensor, output_split_sizes, input_split_sizes, group, async_op, whole(output)
+    outcome = perform(
+        "all_to_all_single",
+        group,
+        async_op,
+        tensor,
+        splits=(input_split_sizes, output_split_sizes),
+        out=whole(output),
     )
     return filled(outcome, lambda out: write(output, out), async_op)
 
@@ -221,7 +227,7 @@ def check_buffer(
             f"functions without an underscore return the result instead. Received: {shown(buffer)}"
         )
     inside = groups.replica()
-    if isinstance(buffer, np.ndarray) and inside is not None and inside.compiled:
+    if isinstance(buffer, np.ndarray) and inside is not None and is_compiled(inside):
         raise InvalidTypeError(
             "Where replicas are compiled, a buffer must be a px.Variable. The functions without an "
             f"underscore return the result instead. Received: a NumPy array, {kind(buffer)}"
@@ -267,6 +273,8 @@ def all_whole(buffers: Sequence[Any] | None) -> list[Any] | None:
 
 def write(buffer: Any, value: Any) -> None:
     """Put a result into a buffer of the same shape and dtype, unless it is there already."""
+    if value is buffer:
+        return
     check_buffer(buffer, [tuple(value.shape)], value.dtype)
     if isinstance(buffer, Variable):
         buffer.assign(value)

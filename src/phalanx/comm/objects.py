@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.comm import functional, groups
-from phalanx.comm.operations import GroupLike
-from phalanx.core.callsite import caller
-from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.collectives import groups
+from phalanx.collectives.perform import GroupLike
+from phalanx.comm import functional
+from phalanx.core.replica_context import is_compiled
+from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.runtime.call_site import caller
+from phalanx.runtime.formatting import shown
 
 _OBJECT, _PROBLEM = b"\0", b"\1"  # what the rest of the bytes is
 
@@ -68,7 +70,7 @@ def check_packed(data: Any) -> None:
 def check_place(name: str) -> None:
     """Require that code is not compiled."""
     inside = groups.replica()
-    if inside is not None and inside.compiled:
+    if inside is not None and is_compiled(inside):
         raise ContextError(
             f"{name} needs objects that are known, but compiled code has arrays alone. Call it outside "
             "of px.function and jax.jit, where replicas run eagerly. Received: a compiled replica"

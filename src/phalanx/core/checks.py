@@ -7,10 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
 from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 
 def check_variable(v: Any, what: str) -> Variable:

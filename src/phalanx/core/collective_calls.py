@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from phalanx.core import compat
-from phalanx.core.errors import UnsupportedError
+from phalanx.core import cross_replica
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.operators import operand_of
 from phalanx.core.options import CommunicationOptions, as_communication_options
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op
-from phalanx.core.replica_context import MergePoint
-from phalanx.core.showing import shown
+from phalanx.core.replica_context import MergePoint, index_of, is_compiled, is_transformed, meet
 from phalanx.core.structure import leaves, replace_leaves
+from phalanx.errors import UnsupportedError
+from phalanx.runtime import compat
+from phalanx.runtime.formatting import shown
 
 if TYPE_CHECKING:
     from phalanx.core.replica_context import ReplicaContext
@@ -45,12 +46,12 @@ def all_reduce(
     for i in sparse:
         point = MergePoint(
             f"all_reduce({op.name}) of IndexedSlices",
-            lambda strategy, x: strategy.extended._combiner.all_reduce_slices(op, x),
+            lambda strategy, x: cross_replica.all_reduce_slices(strategy.extended, op, x),
             (items[i],),
             {},
             always_wrap=True,
         )
-        results[i] = context.meet(point)
+        results[i] = meet(context, point)
     return replace_leaves(value, results)
 
 
@@ -82,14 +83,14 @@ class _AllReduce:
     def forward(self, xs: Arrays) -> Arrays:
         point = MergePoint(
             f"all_reduce({self._op.name}) of {_kinds(xs)}",
-            lambda strategy, *values: strategy.extended._combiner.all_reduce(
-                self._op, list(values), self._options
+            lambda strategy, *values: cross_replica.all_reduce(
+                strategy.extended, self._op, list(values), self._options
             ),
             tuple(xs),
             {},
             always_wrap=True,
         )
-        return list(self.context.meet(point))
+        return list(meet(self.context, point))
 
     def backward(self, cotangents: Arrays) -> Arrays:
         return differentiably(self, cotangents)
@@ -105,15 +106,15 @@ class _AllGather:
     def forward(self, xs: Arrays) -> Arrays:
         point = MergePoint(
             f"all_gather(axis={self._axis}) of {_kinds(xs)}",
-            lambda strategy, value: strategy.extended._combiner.all_gather(
-                value, self._axis, self._options
+            lambda strategy, value: cross_replica.all_gather(
+                strategy.extended, value, self._axis, self._options
             ),
             tuple(xs),
             {},
             always_wrap=True,
         )
-        gathered, axis, sizes = self.context.meet(point)
-        me = self.context.replica_index + self.context.strategy.extended._first_replica
+        gathered, axis, sizes = meet(self.context, point)
+        me = index_of(self.context) + self.context.strategy.extended._first_replica
         self._part = axis, sum(sizes[:me]), sizes[me]
         return [gathered]
 
@@ -152,7 +153,7 @@ def differentiably(call: Collective, xs: Arrays) -> Arrays:
     differentiated.
     """
     context = call.context
-    if context.num_replicas_in_sync == 1 or context.compiled or context.under_outer_trace:
+    if context.num_replicas_in_sync == 1 or is_compiled(context) or is_transformed(context):
         return call.forward(xs)
     if any(compat.is_tracer(x) for x in xs) and not any(compat.is_staged(x) for x in xs):
         return list(_with_gradient(call, tuple(xs)))

@@ -7,15 +7,15 @@ mode. New threads start with an empty stack.
 
 from __future__ import annotations
 
+import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core.errors import ContextError, InvalidTypeError, StrategyMismatchError
-from phalanx.core.showing import shown
+from phalanx.errors import ContextError, InvalidTypeError, StrategyMismatchError
+from phalanx.runtime.formatting import shown
 
 if TYPE_CHECKING:
     from phalanx.core.replica_context import ReplicaContext
@@ -44,13 +44,7 @@ class _ThreadState(threading.local):
 
 _thread = _ThreadState()
 _default: list[Mode] = []
-_default_factory: list[Callable[[], Mode]] = []
 _default_lock = threading.Lock()
-
-
-def register_default(factory: Callable[[], Mode]) -> None:
-    """Say how the default strategy's mode is made; called once, by the default strategy."""
-    _default_factory[:] = [factory]
 
 
 def default_mode() -> Mode:
@@ -58,8 +52,14 @@ def default_mode() -> Mode:
     if not _default:
         with _default_lock:
             if not _default:
-                _default.append(_default_factory[0]())
+                _default.append(_make_default())
     return _default[0]
+
+
+def _make_default() -> Mode:
+    # The one import that points upwards: the first who needs the default strategy loads it.
+    made: Mode = importlib.import_module("phalanx.strategies.default").default_mode()
+    return made
 
 
 def current_mode() -> Mode:
@@ -207,12 +207,7 @@ class Scope:
         self._entered.append(mode)
         return self._strategy
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self._entered or not _thread.stack or _thread.stack[-1] is not self._entered[-1]:
             if error is not None:
                 return

@@ -2,7 +2,7 @@
 
 `MirroredVariable` keeps one equal copy per replica and aggregates writes. `SyncOnReadVariable` lets
 copies differ and aggregates reads. `AggregatingVariable` is one copy for all replicas. What replicas
-write is combined by the rules of `phalanx.core.synchronization`.
+write is combined by the rules of `phalanx.core.options`.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from phalanx.core import compat, lifting
-from phalanx.core import context as ctx
-from phalanx.core.devices import short_name
-from phalanx.core.errors import DivergenceError, InvalidValueError, UnsupportedError
+from phalanx.core import context as ctx, cross_replica, traced_variables
 from phalanx.core.indexed_slices import IndexedSlices
-from phalanx.core.placement import place
-from phalanx.core.reduction import ReduceOp
-from phalanx.core.regrouping import same_value
-from phalanx.core.replica_context import MergePoint
-from phalanx.core.showing import shown
-from phalanx.core.spmd import SpmdPerReplica
-from phalanx.core.structure import map_nest
-from phalanx.core.synchronization import (
+from phalanx.core.options import (
     VariableAggregation,
     VariableSynchronization,
     check_scatter,
     copy_value_for_read_sum,
 )
-from phalanx.core.updates import apply_update
+from phalanx.core.reduction import ReduceOp
+from phalanx.core.regrouping import same_value
+from phalanx.core.replica_context import MergePoint, index_of, meet, replica_device
+from phalanx.core.spmd import SpmdPerReplica
+from phalanx.core.structure import map_nest
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica
-from phalanx.core.variable_spec import VariableSpec
+from phalanx.core.variable_spec import VariableSpec, apply_update
 from phalanx.core.variables import Variable
+from phalanx.errors import DivergenceError, InvalidValueError, UnsupportedError
+from phalanx.runtime import compat
+from phalanx.runtime.devices import short_name
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.placement import place
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
@@ -98,7 +97,7 @@ class CopiedVariable(Variable, DistributedValues):
         mode = ctx.current_mode()
         if mode.strategy is not self._strategy:
             return None
-        return mode.update_index if mode.replica_context is None else mode.replica_context.replica_index
+        return mode.update_index if mode.replica_context is None else index_of(mode.replica_context)
 
     def _copy(self, index: int) -> jax.Array:
         value: jax.Array = self._held().component(index)
@@ -183,7 +182,7 @@ class MirroredVariable(CopiedVariable):
 
 
 class SyncOnReadVariable(CopiedVariable):
-    """A variable whose copies belong to the replicas, brought together when it is read.
+    """A variable whose copies belong to the replicas, and are combined when it is read.
 
     In replica context reads and writes are local. In cross-replica context reading aggregates the
     copies, and assigning spreads a value so that reading gives it back.
@@ -258,8 +257,8 @@ class AggregatingVariable(Variable):
     def _read(self) -> jax.Array:
         value: jax.Array = self._held()
         replica = ctx.active_replica()
-        if replica is not None and replica.strategy is self._strategy and replica.device:
-            return place(value, replica.device)
+        if replica is not None and replica.strategy is self._strategy and replica_device(replica):
+            return place(value, replica_device(replica))
         return value
 
     def _check_access(self, what: str) -> None:
@@ -299,8 +298,8 @@ def update_together(
             variable._write(method, aggregate(variable, strategy, method, values))
 
     point = MergePoint(f"{method} of variable {variable.name!r}", write, (operand,), {})
-    replica.meet(point)
-    lifting.written_together(variable)
+    meet(replica, point)
+    traced_variables.written_together(variable)
     return variable
 
 
@@ -318,7 +317,7 @@ def aggregate(variable: Variable, strategy: Strategy, method: str, values: Any) 
     if kind is VariableAggregation.ONLY_FIRST_REPLICA:
         return strategy.extended._from_first(values) if isinstance(values, PerReplica) else values
     op = ReduceOp.from_variable_aggregation(kind)
-    return strategy.extended._combiner.reduce_for_update(op, values, variable)
+    return cross_replica.reduce_for_update(strategy.extended, op, values, variable)
 
 
 def require_same(value: Any, variable: Variable, method: str) -> Any:

@@ -16,38 +16,36 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from phalanx.core import context as ctx
-from phalanx.core import lifting, transactions
+from phalanx.core import context as ctx, cross_replica, traced_variables, transactions
 from phalanx.core.checks import check_numeric, check_variable
-from phalanx.core.combining import Combiner, Communicator
-from phalanx.core.destinations import checked_pairs, destination_devices
-from phalanx.core.devices import default_device, device_name
+from phalanx.core.cross_replica import Communicator, checked_pairs, destination_devices
 from phalanx.core.distributed_variables import (
     AggregatingVariable,
     CopiedVariable,
     MirroredVariable,
     require_same,
 )
-from phalanx.core.errors import (
+from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.operators import operand_of
+from phalanx.core.options import CommunicationOptions, ValueContext, as_communication_options
+from phalanx.core.reduction import Axes, ReduceOp, as_reduce_op
+from phalanx.core.regrouping import regroup
+from phalanx.core.replica_context import MergePoint, is_compiled, meet
+from phalanx.core.spmd import SpmdPerReplica
+from phalanx.core.structure import map_nest, merge_nests
+from phalanx.core.values import Mirrored, PerReplica, select_replica
+from phalanx.core.variable_spec import InitialValue, VariableSpec
+from phalanx.core.variables import Variable
+from phalanx.errors import (
     ContextError,
     ForeignVariableError,
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
 )
-from phalanx.core.indexed_slices import IndexedSlices
-from phalanx.core.operators import operand_of
-from phalanx.core.options import CommunicationOptions, ValueContext, as_communication_options
-from phalanx.core.placement import Span, place
-from phalanx.core.reduction import Axes, ReduceOp, as_reduce_op
-from phalanx.core.regrouping import regroup
-from phalanx.core.replica_context import MergePoint
-from phalanx.core.showing import shown
-from phalanx.core.spmd import SpmdPerReplica
-from phalanx.core.structure import map_nest, merge_nests
-from phalanx.core.values import Mirrored, PerReplica, select_replica
-from phalanx.core.variable_spec import VariableSpec
-from phalanx.core.variables import Variable
+from phalanx.runtime.devices import default_device, device_name
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.placement import Span, place
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
@@ -91,6 +89,15 @@ class StrategyExtended:
     def _create_variable(self, spec: VariableSpec) -> Variable:
         """Hook: make a variable."""
         raise UnsupportedError(f"{type(self).__name__} cannot make variables")
+
+    def _create_variable_from(self, initial: InitialValue, kinds: tuple[Any, ...]) -> Variable:
+        """Hook: make a variable whose initial value may have to be made in parts.
+
+        Args:
+            initial: its initial value.
+            kinds: the fields of `VariableSpec` after the value.
+        """
+        return self._create_variable(VariableSpec(initial.array(), *kinds))
 
     @property
     def _input_worker(self) -> tuple[int, int]:
@@ -167,7 +174,7 @@ class StrategyExtended:
 
     @property
     def experimental_enable_get_next_as_optional(self) -> bool:
-        """Whether input iterators handle partial last batches; may be set."""
+        """A setting of TensorFlow without effect here: no partial batch is dropped, whatever it is."""
         return self._get_next_as_optional
 
     @experimental_enable_get_next_as_optional.setter
@@ -193,10 +200,6 @@ class StrategyExtended:
     def should_save_summary(self) -> bool:
         """Whether this process writes summaries."""
         return True
-
-    @property
-    def _combiner(self) -> Combiner:
-        return Combiner(self._replica_devices, self._communicator, self._span)
 
     # -- running --------------------------------------------------------------------------------
 
@@ -258,7 +261,7 @@ class StrategyExtended:
 
         def reduce(x: Any) -> Any:
             is_done = isinstance(x, mirrored)
-            return x if is_done else self._combiner.reduce_to(op, x, destinations, options)
+            return x if is_done else cross_replica.reduce_to(self, op, x, destinations, options)
 
         with ctx.entered(self._strategy, "reduce_to"):
             return map_nest(reduce, value)
@@ -277,15 +280,15 @@ class StrategyExtended:
         ctx.require_cross_replica_or_default(self._strategy, "batch_reduce_to")
         pairs = checked_pairs(value_destination_pairs)
         with ctx.entered(self._strategy, "batch_reduce_to"):
-            return self._combiner.batch_reduce_to(op, pairs, options)
+            return cross_replica.batch_reduce_to(self, op, pairs, options)
 
     def _reduce(self, op: ReduceOp, value: Any, axes: Axes | None) -> Any:
         """`Strategy.reduce` of one leaf: the result is a plain array on the default device."""
-        return self._combiner.reduce(op, value, axes, default_device())
+        return cross_replica.reduce(self, op, value, axes, default_device())
 
     def _gather(self, value: Any, axis: int) -> Any:
         """`Strategy.gather` of one leaf."""
-        return self._combiner.gather(value, axis, default_device())
+        return cross_replica.gather(self, value, axis, default_device())
 
     # -- broadcasting and updating --------------------------------------------------------------
 
@@ -318,8 +321,8 @@ class StrategyExtended:
             group: whether to join the results of the calls; if False, each leaf of the result is a
                 tuple with one element per copy.
 
-        In replica context all replicas meet and the update is made once. If `fn` fails, every copy
-        keeps its old value.
+        In replica context all replicas meet and make the update once. If `fn` fails, every copy keeps
+        its old value.
         """
         if not callable(fn):
             raise InvalidTypeError(f"fn must be callable. Received: {shown(fn)}")
@@ -331,8 +334,8 @@ class StrategyExtended:
                 return strategy.extended.update(var, fn, args, kwargs, group)
 
             kind = f"update of variable {getattr(var, 'name', var)!r}"
-            result = replica.meet(MergePoint(kind, merged, tuple(args), dict(kwargs or {})))
-            lifting.written_together(var)
+            result = meet(replica, MergePoint(kind, merged, tuple(args), dict(kwargs or {})))
+            traced_variables.written_together(var)
             return result
         ctx.require_cross_replica_or_default(self._strategy, "StrategyExtended.update")
         self._require_own(var, "update")
@@ -348,9 +351,9 @@ class StrategyExtended:
         group: bool,
     ) -> Any:
         copies = var.values if isinstance(var, CopiedVariable) else (var,)
-        if isinstance(var, CopiedVariable) and lifting.current() is not None:
+        if isinstance(var, CopiedVariable) and traced_variables.current() is not None:
             copies = (
-                copies[: len(var._held().samples())] if isinstance(var, MirroredVariable) else copies
+                copies[: len(var._held()._samples())] if isinstance(var, MirroredVariable) else copies
             )
         if isinstance(var, MirroredVariable | AggregatingVariable):
             args, kwargs = map_nest(lambda x: _agreed(x, var), (args, kwargs))
@@ -440,7 +443,7 @@ class StrategyExtended:
         devices, first, span = self._replica_devices, self._first_replica, self._span
         count = self._num_replicas_in_sync
         replica = ctx.active_replica()
-        if replica is not None and replica.compiled:  # one program for all replicas, wherever they are
+        if replica is not None and is_compiled(replica):  # one program for all replicas
             devices, first, span = (None,) * count, 0, None
         nests = []
         for i, device in enumerate(devices):

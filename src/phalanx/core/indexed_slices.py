@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.core.errors import InvalidValueError
-from phalanx.core.placement import place
 from phalanx.core.reduction import ReduceOp, divide
-from phalanx.core.showing import shown
 from phalanx.core.structure import Leaf
+from phalanx.errors import InvalidValueError
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.placement import place
 
 
 @jax.tree_util.register_pytree_node_class

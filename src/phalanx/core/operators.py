@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core.errors import InvalidTypeError
+from phalanx.errors import InvalidTypeError
 
 _COMPARABLE = (int, float, complex, np.ndarray, np.generic, jax.Array)
 _Binary = Callable[[Any, Any], Any]

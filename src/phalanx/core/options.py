@@ -5,8 +5,11 @@ from __future__ import annotations
 import enum
 from typing import Any, NamedTuple
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+import jax.numpy as jnp
+from jax import lax
+
+from phalanx.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from phalanx.runtime.formatting import shown
 
 
 class NamedEnum(enum.Enum):
@@ -25,7 +28,11 @@ class NamedEnum(enum.Enum):
 
 
 class CommunicationImplementation(NamedEnum):
-    """A hint for which transport collectives should use: AUTO, RING or NCCL."""
+    """How collectives travel between workers: AUTO, RING or NCCL.
+
+    JAX chooses the transport: gloo between CPUs, NCCL between GPUs. The choice here matters to two CPU
+    workers only: with AUTO they exchange directly, with RING or NCCL they use XLA's all-reduce.
+    """
 
     AUTO = "AUTO"
     RING = "RING"
@@ -136,7 +143,16 @@ def as_communication_options(options: Any) -> CommunicationOptions:
 
 
 class RunOptions(NamedTuple):
-    """Options of `Strategy.run`. They concern compiled execution on TPUs; others ignore them."""
+    """Options of `Strategy.run`, accepted so that ported code runs. No field has an effect.
+
+    In TensorFlow they steer the compiler for TPUs. Here JAX compiles every step, batches of any size
+    are compiled exactly, and options of XLA are set with `jax.jit` or the variable ``XLA_FLAGS``.
+
+    Attributes:
+        experimental_enable_dynamic_batch_size: has no effect; a partial batch keeps its true size.
+        experimental_bucketizing_dynamic_shape: has no effect; pad batches in the dataset instead.
+        experimental_xla_options: has no effect; set ``XLA_FLAGS`` instead.
+    """
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
@@ -282,3 +298,89 @@ class ValueContext:
         )
 
     __repr__ = __str__
+
+
+class VariableSynchronization(NamedEnum):
+    """When the copies of a variable are brought together.
+
+    AUTO means ON_WRITE. ON_WRITE keeps all copies equal: writes are aggregated. ON_READ lets each
+    replica write a copy of its own and aggregates when the variable is read outside of replicas.
+    NONE is for variables without a strategy.
+    """
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(NamedEnum):
+    """How the values that replicas write to a variable become one value.
+
+    NONE refuses to choose: replicas that write different values are an error.
+    """
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+def check_kinds(synchronization: Any, aggregation: Any, name: str) -> None:
+    """Require enum members, as TensorFlow does; strings are not accepted."""
+    if not isinstance(synchronization, VariableSynchronization):
+        raise InvalidValueError(
+            f"synchronization of variable {name!r} must be a px.VariableSynchronization. "
+            f"Received: {shown(synchronization)}"
+        )
+    if not isinstance(aggregation, VariableAggregation):
+        raise InvalidValueError(
+            f"aggregation of variable {name!r} must be a px.VariableAggregation. "
+            f"Received: {shown(aggregation)}"
+        )
+
+
+def effective_synchronization(
+    synchronization: VariableSynchronization, name: str
+) -> VariableSynchronization:
+    """The synchronization of a variable that has several copies."""
+    if synchronization is VariableSynchronization.AUTO:
+        return VariableSynchronization.ON_WRITE
+    if synchronization is VariableSynchronization.NONE:
+        raise InvalidValueError(
+            "Variables with copies on several replicas need a synchronization: ON_WRITE or "
+            f"ON_READ. Received: synchronization=NONE for variable {shown(name)}"
+        )
+    return synchronization
+
+
+def check_dtype(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
+    """MEAN cannot be stored in a type without fractions."""
+    if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
+        raise InvalidValueError(
+            f"Variable {name!r} cannot average values in the integer type {dtype}. Use a floating "
+            f"dtype or another aggregation. Received: aggregation=MEAN, dtype={dtype}"
+        )
+
+
+def check_scatter(method: str, aggregation: VariableAggregation, name: str) -> None:
+    """Sums and means of sparse updates are defined for adding and subtracting only."""
+    additive = method in ("scatter_add", "scatter_sub")
+    reducing = aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+    if reducing and not additive:
+        raise UnsupportedError(
+            f"{method} from several replicas has no sum or mean. Use scatter_add or scatter_sub, "
+            "or create the variable with aggregation NONE or ONLY_FIRST_REPLICA. "
+            f"Received: aggregation={aggregation.name} on variable {shown(name)}"
+        )
+
+
+def copy_value_for_read_sum(value: Any, replicas: int, dtype: Any) -> Any:
+    """What each copy of an ON_READ/SUM variable holds so that reading it gives `value` back.
+
+    An equal share, cut to the dtype: an integer that does not divide reads back smaller.
+    """
+    array = jnp.asarray(value)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return lax.div(array, jnp.asarray(replicas, array.dtype)).astype(dtype)
+    return (array / replicas).astype(dtype)

@@ -2,7 +2,7 @@
 
 The array is laid out over the devices like that of components of one shape: each replica has a part of
 the largest size in every dimension, and its component is the beginning of that part. What else is in
-it must not matter to anybody.
+it must not matter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from phalanx.core import compat
+from phalanx.runtime import compat
 
 Shape = tuple[int, ...]
 
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 class CannotJoin(BaseException):
     """There is no one program for replicas of different shapes; says why, after "because they do, and".
 
-    No error: whoever traces runs the replicas in another way. So nobody may catch it on its way there.
+    No error: the code that traces runs the replicas in another way. Do not catch it on its way there.
     """
 
 

@@ -1,6 +1,6 @@
 """Reductions: what SUM and MEAN mean over replicas, batch axes and partial batches.
 
-The rules are pure functions. Communication is somebody else's business (`phalanx.collectives`).
+The rules are pure functions. Communication is in `phalanx.collectives`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core.errors import (
+from phalanx.core.options import NamedEnum, VariableAggregation
+from phalanx.errors import (
     InvalidArgumentError,
     InvalidOperandError,
     InvalidReduceOpError,
     InvalidTypeError,
     InvalidValueError,
 )
-from phalanx.core.options import NamedEnum
-from phalanx.core.showing import shown
-from phalanx.core.synchronization import VariableAggregation
+from phalanx.runtime.formatting import shown
 
 
 class ReduceOp(NamedEnum):
-    """How the values of all replicas are combined: SUM or MEAN.
+    """How the values of all replicas, or the arrays of all ranks, are combined.
 
-    Everything that takes a `ReduceOp` also takes its name in any case.
+    Strategies take SUM and MEAN; the functions of `px.comm` take all of them. Everything that takes a
+    `ReduceOp` also takes its name in any case.
 
     Examples:
         >>> import phalanx as px
@@ -38,6 +38,16 @@ class ReduceOp(NamedEnum):
 
     SUM = "SUM"
     MEAN = "MEAN"
+    MAX = "MAX"
+    MIN = "MIN"
+    PROD = "PROD"
+    BAND = "BAND"
+    BOR = "BOR"
+    BXOR = "BXOR"
+    PREMUL_SUM = "PREMUL_SUM"
+
+    AVG = "MEAN"
+    PRODUCT = "PROD"
 
     @staticmethod
     def from_variable_aggregation(aggregation: VariableAggregation) -> ReduceOp:
@@ -53,17 +63,16 @@ class ReduceOp(NamedEnum):
 
 
 def as_reduce_op(op: Any) -> ReduceOp:
-    """The `ReduceOp` that `op` is or names."""
-    if isinstance(op, ReduceOp):
-        return op
-    if isinstance(op, str):
-        try:
-            return ReduceOp(op)
-        except ValueError:
-            raise InvalidValueError(
-                f"{op!r} is not a valid ReduceOp; write px.ReduceOp.SUM or px.ReduceOp.MEAN. "
-                f"Received: {shown(op)}"
-            ) from None
+    """The `ReduceOp` of a strategy that `op` is or names."""
+    found = ReduceOp.__members__.get(op.upper()) if isinstance(op, str) else op
+    if found in (ReduceOp.SUM, ReduceOp.MEAN):
+        assert isinstance(found, ReduceOp)
+        return found
+    if isinstance(op, str | ReduceOp):
+        raise InvalidValueError(
+            f"{op!r} is not a valid ReduceOp of a strategy; write px.ReduceOp.SUM or px.ReduceOp.MEAN. "
+            f"The functions of px.comm know others. Received: {shown(op)}"
+        )
     raise InvalidReduceOpError(
         "The reduction must be px.ReduceOp.SUM, px.ReduceOp.MEAN or their names. "
         f"Received: {shown(op)} of type {type(op).__name__}"

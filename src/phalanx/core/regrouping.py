@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx.core import compat
 from phalanx.core.indexed_slices import IndexedSlices
-from phalanx.core.placement import Span
 from phalanx.core.structure import leaves, map_nest, merge_nests
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica
+from phalanx.runtime import compat
+from phalanx.runtime.placement import Span
 
 
 def regroup(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import compat
 from phalanx.core import context as ctx
-from phalanx.core.calls import check_arguments
-from phalanx.core.devices import short_name
-from phalanx.core.errors import ContextError, InvalidValueError, MergeMismatchError
-from phalanx.core.showing import shown
+from phalanx.core.structure import check_arguments
+from phalanx.errors import ContextError, InvalidValueError, MergeMismatchError
+from phalanx.runtime import compat
+from phalanx.runtime.devices import short_name
+from phalanx.runtime.formatting import shown
 
 if TYPE_CHECKING:
     from phalanx.core.options import CommunicationOptions
@@ -76,10 +75,12 @@ class SoloRendezvous:
             return point.fn(context.strategy, *point.args, **point.kwargs)
 
     def wait_until(self, context: ReplicaContext, wait: Wait) -> None:
-        """Nobody else can do it."""
+        """No other replica can do it."""
         del context
         if not wait.ready():
-            raise MergeMismatchError(f"A single replica waits for {wait.what}, which nobody does.")
+            raise MergeMismatchError(
+                f"A single replica waits for {wait.what}, which no other replica does."
+            )
 
 
 class ReplicaContext:
@@ -120,11 +121,10 @@ class ReplicaContext:
         self._index = int(replica_id_in_sync_group or 0) if index is None else index
         self._entered: list[list[Any]] = []
         self._outer_trace = compat.current_trace()
-        self.compiled = compiled
-        """Whether one traced program stands for all replicas."""
+        self._compiled = compiled
 
     def __repr__(self) -> str:
-        which = "each replica" if self.compiled else f"replica {self._index}"
+        which = "each replica" if self._compiled else f"replica {self._index}"
         return f"<px.ReplicaContext of {which} of {self._strategy!r}>"
 
     @property
@@ -144,21 +144,6 @@ class ReplicaContext:
         Outside of every strategy it is the Python int 0.
         """
         return self._replica_id
-
-    @property
-    def replica_index(self) -> int:
-        """The position of this replica among the replicas of this process, as a Python int."""
-        return self._index
-
-    @property
-    def under_outer_trace(self) -> bool:
-        """Whether `Strategy.run` was called inside a JAX transformation such as `jax.grad`."""
-        return compat.is_transformation(self._outer_trace)
-
-    @property
-    def device(self) -> jax.Device | None:
-        """The device of this replica, or None where JAX's default device is used."""
-        return self._device
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -204,38 +189,7 @@ class ReplicaContext:
             raise InvalidValueError(f"merge_fn must be callable. Received: {shown(merge_fn)}")
         check_arguments(args, kwargs)
         point = MergePoint("merge_call", merge_fn, tuple(args), dict(kwargs or {}))
-        return self.meet(point)
-
-    def meet(self, point: MergePoint) -> Any:
-        """Meet the other replicas at a merge point of any kind."""
-        ctx.require_replica_context(self, f"ReplicaContext.{point.kind}")
-        self.require_known_values(point.kind)
-        return self._rendezvous.meet(self, point)
-
-    def wait_until(self, wait: Wait) -> None:
-        """Let the other replicas go on until what this one waits for has been done.
-
-        For replicas that run eagerly; an error if they all wait.
-        """
-        self._rendezvous.wait_until(self, wait)
-
-    @property
-    def run(self) -> Rendezvous:
-        """The run that this replica belongs to, one object for all replicas of this process."""
-        return self._rendezvous
-
-    def require_known_values(self, what: str) -> None:
-        """Require that this replica, if it runs eagerly, is not staging a program."""
-        if (
-            self.num_replicas_in_sync > 1
-            and not self.compiled
-            and compat.staging_since(self._outer_trace)
-        ):
-            raise ContextError(
-                f"{what} was called while the replica was staging a program (jax.jit, lax.scan, "
-                "lax.cond or jax.vmap inside an eagerly run replica function). Replicas that run "
-                "eagerly can only meet with known values: call it outside of the staged function."
-            )
+        return meet(self, point)
 
     def all_reduce(
         self,
@@ -281,12 +235,7 @@ class ReplicaContext:
         self._entered.append(entered)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._entered:
             raise ContextError("This replica context was not entered")
         for manager in reversed(self._entered.pop()):
@@ -298,3 +247,68 @@ def _is_replica_id(x: Any) -> bool:
         return True
     is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
     return is_array and x.ndim == 0 and bool(jnp.issubdtype(x.dtype, jnp.integer))
+
+
+# -- what only executors and collectives ask --------------------------------------------------------
+
+
+def meet(context: ReplicaContext, point: MergePoint) -> Any:
+    """Meet the other replicas at a merge point of any kind."""
+    ctx.require_replica_context(context, f"ReplicaContext.{point.kind}")
+    require_known_values(context, point.kind)
+    return context._rendezvous.meet(context, point)
+
+
+def wait_until(context: ReplicaContext, wait: Wait) -> None:
+    """Let the other replicas go on until what this one waits for has been done.
+
+    For replicas that run eagerly; an error if they all wait.
+    """
+    context._rendezvous.wait_until(context, wait)
+
+
+def require_known_values(context: ReplicaContext, what: str) -> None:
+    """Require that a replica, if it runs eagerly, is not staging a program."""
+    if (
+        context.num_replicas_in_sync > 1
+        and not context._compiled
+        and compat.staging_since(context._outer_trace)
+    ):
+        raise ContextError(
+            f"{what} was called while the replica was staging a program (jax.jit, lax.scan, "
+            "lax.cond or jax.vmap inside an eagerly run replica function). Replicas that run "
+            "eagerly can only meet with known values: call it outside of the staged function."
+        )
+
+
+def run_of(context: ReplicaContext) -> Rendezvous:
+    """The run that a replica belongs to, one object for all replicas of this process."""
+    return context._rendezvous
+
+
+def is_compiled(context: ReplicaContext) -> bool:
+    """Whether one traced program stands for all replicas."""
+    return context._compiled
+
+
+def is_transformed(context: ReplicaContext) -> bool:
+    """Whether `Strategy.run` was called inside a JAX transformation such as `jax.grad`."""
+    return compat.is_transformation(context._outer_trace)
+
+
+def index_of(context: ReplicaContext) -> int:
+    """The position of a replica among the replicas of this process, as a Python int."""
+    return context._index
+
+
+def replica_device(context: ReplicaContext) -> jax.Device | None:
+    """The device of a replica, or None where JAX's default device is used."""
+    return context._device
+
+
+def current_index() -> int:
+    """The replica, or the copy under update, that this thread works for; else 0."""
+    mode = ctx.current_mode()
+    if mode.replica_context is not None:
+        return index_of(mode.replica_context)
+    return mode.update_index or 0

@@ -2,7 +2,7 @@
 
 In a compiled `Strategy.run` one traced function stands for all replicas, and a per-replica value is
 one traced array that every replica computes for itself. Seen from a merge function it is still a
-`PerReplica` value: its components are gathered from the other replicas if somebody asks for them.
+`PerReplica` value: its components are gathered from the other replicas on demand.
 
 Where replicas have different shapes, the function is traced for each of them (`different_shapes`).
 """
@@ -18,13 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from phalanx.core import compat
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.padding import CannotJoin, room_for
-from phalanx.core.placement import REPLICA_AXIS
-from phalanx.core.reduction import ReduceOp, divide
 from phalanx.core.structure import map_nest
 from phalanx.core.values import Layout, Mirrored, PerReplica, select_replica
+from phalanx.runtime import compat
+from phalanx.runtime.placement import REPLICA_AXIS
 
 
 class Shapes:
@@ -73,7 +72,7 @@ def different_shapes(shapes: Shapes) -> Iterator[None]:
 
 
 def shared_by_all(result: Any) -> Any:
-    """What a merge function returns to all replicas: its one call counts, whoever made it.
+    """What a merge function returns to all replicas: its one call counts, whichever replica made it.
 
     Where programs are traced for several shapes each calls its own, so all must do the same.
     """
@@ -134,7 +133,7 @@ class SpmdPerReplica(PerReplica):
         """False: the communication of the program, not plain arithmetic, combines components."""
         return False
 
-    def samples(self) -> Sequence[Any]:
+    def _samples(self) -> Sequence[Any]:
         """The local component stands for all, unless there are programs for other shapes."""
         if _current.shapes is not None and isinstance(self._local, jax.Array):
             kinds = _current.shapes.everywhere(self._local)
@@ -226,42 +225,6 @@ def from_replica(x: Any, here: Any) -> Any:
     return lax.psum(chosen, REPLICA_AXIS)
 
 
-def total(x: jax.Array) -> jax.Array:
-    """The sum of a local array over all replicas."""
-    summed: jax.Array = lax.psum(x, REPLICA_AXIS)
-    return summed
-
-
-def all_reduce(
-    op: ReduceOp,
-    xs: Sequence[jax.Array],
-    packs: Sequence[Sequence[int]],
-    total: Callable[[jax.Array], jax.Array] = total,
-) -> list[jax.Array]:
-    """Reduce local arrays over all replicas, those of one pack in one message.
-
-    Args:
-        op: how to reduce.
-        xs: the arrays.
-        packs: which of them travel together.
-        total: sums one array over all replicas.
-    """
-    reduced: list[Any] = [None] * len(xs)
-    for pack in packs:
-        if len(pack) == 1:
-            reduced[pack[0]] = total(xs[pack[0]])
-            continue
-        summed = total(jnp.concatenate([xs[i].ravel() for i in pack]))
-        start = 0
-        for i in pack:
-            reduced[i] = summed[start : start + xs[i].size].reshape(xs[i].shape)
-            start += xs[i].size
-    if op is ReduceOp.MEAN:
-        count = lax.axis_size(REPLICA_AXIS)
-        reduced = [divide(x, count) for x in reduced]
-    return reduced
-
-
 def all_gather(x: jax.Array, axis: int) -> jax.Array:
     """Join local arrays over all replicas; along `axis` they may differ in length."""
     shapes = _shapes_of(x)
@@ -287,11 +250,3 @@ def _parts(x: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     padded = jnp.pad(x, [(0, m - n) for n, m in zip(x.shape, room, strict=True)])
     rows = lax.all_gather(padded, REPLICA_AXIS)
     return [rows[i][tuple(slice(n) for n in shape)] for i, shape in enumerate(shapes)]
-
-
-def all_reduce_slices(op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
-    """Join sparse rows over all replicas."""
-    values, indices = all_gather(slices.values, 0), all_gather(slices.indices, 0)
-    if op is ReduceOp.MEAN:
-        values = divide(values, lax.axis_size(REPLICA_AXIS))
-    return IndexedSlices(values, indices, slices.dense_shape)

@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from phalanx.core import advice, compat, stepwise
-from phalanx.core import context as ctx
-from phalanx.core.calls import check_call
-from phalanx.core.devices import short_name
-from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core import context as ctx, run_hooks
 from phalanx.core.options import (
     InputContext,
     InputOptions,
@@ -19,11 +15,14 @@ from phalanx.core.options import (
     RunOptions,
     ValueContext,
 )
-from phalanx.core.pickling import StaysHere
 from phalanx.core.reduction import ReduceOp, as_axes, as_reduce_op
 from phalanx.core.regrouping import local_results
-from phalanx.core.showing import shown
-from phalanx.core.structure import map_nest
+from phalanx.core.structure import check_call, map_nest
+from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.runtime import compat
+from phalanx.runtime.devices import short_name
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.pickling import StaysHere
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -103,15 +102,15 @@ class Strategy(StaysHere):
 
         Args:
             fn: the step. It may use `px.get_replica_context()`.
-            args: positional arguments, a list or tuple. `PerReplica` and `Mirrored` values at any
-                depth are replaced by the replica's component; variables are passed whole.
+            args: positional arguments, a list or tuple. Each replica gets its component of `PerReplica`
+                and `Mirrored` values, at any depth; variables are passed whole.
             kwargs: keyword arguments, treated alike.
-            options: `RunOptions`; only compiled execution on TPUs uses them.
+            options: `RunOptions`; checked, and without effect.
 
         Returns:
-            The results, joined leaf by leaf: the structure of `fn`'s result with a `PerReplica`
-            value at each leaf. A leaf for which every replica returned the very same object, and
-            every leaf if there is one replica only, stays plain.
+            The structure of `fn`'s result, with a `PerReplica` value at each leaf. A leaf for which
+            every replica returned the very same object, and every leaf if there is one replica
+            only, stays plain.
         """
         check_call(fn, args, kwargs)
         if options is not None and not isinstance(options, RunOptions):
@@ -121,10 +120,10 @@ class Strategy(StaysHere):
             compiled = getattr(fn, "run_on_replicas", None)
             if compiled is not None:
                 return compiled(self, args, kwargs)
-            run = stepwise.current()
+            run = run_hooks.current()
             if run is not None:
                 return run(self, fn, args, kwargs)
-        advice.count_run(fn)
+        run_hooks.count_run(fn)
         with ctx.entered(self, "Strategy.run"):
             return self._extended.call_for_each_replica(fn, args=args, kwargs=kwargs)
 
@@ -181,11 +180,11 @@ class Strategy(StaysHere):
     # -- input ----------------------------------------------------------------------------------
 
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> Any:
-        """Divide a dataset of global batches over all workers and replicas.
+        """Divide a dataset of global batches among all workers and replicas.
 
-        Each batch is cut into one piece per replica; the last pieces of a small batch may be empty, but
-        nothing is lost and nothing comes twice. With several workers, each gets its own files or its
-        own part of every batch, as the dataset's `auto_shard_policy` says.
+        The strategy cuts each batch into one piece per replica. The last pieces of a small batch may
+        be empty, but no row is lost and none comes twice. With several workers, each gets its own
+        files or its own part of every batch, as the dataset's `auto_shard_policy` says.
 
         Args:
             dataset: a `px.data.Dataset` that was batched by the global batch size, or any other
@@ -193,7 +192,7 @@ class Strategy(StaysHere):
             options: how far to read ahead, and whether to move elements to the devices.
 
         Returns:
-            A `px.DistributedDataset`: iterating gives a `PerReplica` value for each leaf of an element,
+            A `px.DistributedDataset`. Iterating gives a `PerReplica` value for each leaf of an element,
             or plain values if there is one replica only.
 
         Examples:
@@ -212,8 +211,8 @@ class Strategy(StaysHere):
     ) -> Any:
         """Make a distributed dataset from a function that builds the dataset of one worker.
 
-        The datasets are used as they are: in each step every replica of the worker takes the next
-        element, so batches must have the size that is right for one replica.
+        The strategy uses the datasets as they are: in each step every replica of the worker takes the
+        next element, so batch by the size of one replica.
 
         Args:
             dataset_fn: takes an `InputContext` and returns a `px.data.Dataset`, or any other iterable.
@@ -250,8 +249,8 @@ class Strategy(StaysHere):
         On a replica it is called once per replica too, so each of them has all values.
 
         Args:
-            value_fn: takes a `ValueContext` and returns a nest. Arrays, also of NumPy, are moved to
-                the replica's device; everything else is kept as it is. A variable stays itself.
+            value_fn: takes a `ValueContext` and returns a nest. Arrays, also NumPy's, move to the
+                replica's device; everything else stays as it is. A variable stays itself.
         """
         if not callable(value_fn):
             raise InvalidTypeError(f"value_fn must be callable. Received: {shown(value_fn)}")

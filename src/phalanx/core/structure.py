@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from phalanx.core.errors import StructureMismatchError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidTypeError, InvalidValueError, StructureMismatchError
+from phalanx.runtime.formatting import shown
 
 Merge = Callable[[tuple[Any, ...]], Any]
 
@@ -111,3 +111,21 @@ def _rebuild_mapping(original: Mapping[Any, Any], keys: list[Any], new: list[Any
     if factory is not None:
         return type(original)(factory, items)  # type: ignore[call-arg]
     return type(original)(items)  # type: ignore[call-arg]
+
+
+def check_call(fn: Any, args: Any, kwargs: Any, name: str = "fn") -> None:
+    """Require a callable with a list of positional and a dict of keyword arguments."""
+    if not callable(fn):
+        raise InvalidTypeError(f"{name} must be callable. Received: {shown(fn)}")
+    check_arguments(args, kwargs)
+
+
+def check_arguments(args: Any, kwargs: Any) -> None:
+    """Require a list of positional and a dict of keyword arguments."""
+    if not isinstance(args, list | tuple):
+        raise InvalidValueError(
+            "args must be a list or tuple of positional arguments; for one argument write "
+            f"args=(x,). Received: {shown(args)} of type {type(args).__name__}"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InvalidValueError(f"kwargs must be a dict or None. Received: {shown(kwargs)}")

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import contextvars
 import os
-import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from phalanx.core import lifting
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.interrupts import uninterrupted
-from phalanx.core.showing import shown
-from phalanx.core.turns import Turn, Turns
-from phalanx.core.unwinding import leaving_nothing
+import jax
+
+from phalanx.core import context as ctx, input_requests, traced_variables
+from phalanx.core.bundles import STATE
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.interrupts import uninterrupted
+from phalanx.runtime.turns import Turn, Turns
 
 if TYPE_CHECKING:
+    from phalanx.core.elsewhere import Home
     from phalanx.core.variables import Variable
 
 P = ParamSpec("P")
@@ -32,10 +34,6 @@ T = TypeVar("T")
 
 STEPS = Turns("change variables")
 """The turns of steps. Variables may be shared by all threads, so there is one for the process."""
-
-STATE = threading.RLock()
-"""Guards what variables hold. Held while programs start, because they overwrite their inputs."""
-
 
 _protection: list[bool] = []
 _SWITCH = "PHALANX_PROTECT_VARIABLES"
@@ -91,12 +89,14 @@ class Transaction:
             if variable in step._written:
                 return step._written[variable]
             step = step._parent
-        self._turn.take()
+        if variable.home is None:
+            self._turn.take()
         return variable._committed()
 
     def set(self, variable: Variable, held: Any) -> None:
         """Write a variable."""
-        self._turn.take()
+        if variable.home is None:
+            self._turn.take()
         self._written[variable] = held
 
     def when_committed(self, fn: Callable[[], None]) -> None:
@@ -109,12 +109,24 @@ class Transaction:
             self._parent._written = {**self._parent._written, **self._written}
             self._parent._then += self._then
         elif self._written or self._then:
+            here = {v: held for v, held in self._written.items() if v.home is None}
+            if len(here) < len(self._written):
+                self._commit_elsewhere()
             with uninterrupted(), STATE:
-                for variable, held in self._written.items():
+                for variable, held in here.items():
                     variable._value = held
                     variable._exclusive = False
                 for fn in self._then:
                     fn()
+
+    def _commit_elsewhere(self) -> None:
+        """Make what was written to variables of other processes count."""
+        homes: dict[int, tuple[Home, dict[Variable, Any]]] = {}
+        for variable, held in self._written.items():
+            if variable.home is not None:
+                homes.setdefault(id(variable.home), (variable.home, {}))[1][variable] = held
+        for home, changed in homes.values():
+            home.commit(changed)
 
     def end(self) -> None:
         """Let other steps have their turn."""
@@ -133,10 +145,10 @@ def current() -> Transaction | None:
 def atomically(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function as one step: what it writes to variables counts when it returns.
 
-    Inside of another step it is a part of that one, but what it wrote is forgotten if it raises. A
+    Inside another step it is a part of that one, but what it wrote is forgotten if it raises. A
     program that is being traced is a step anyway.
     """
-    if lifting.in_program():
+    if traced_variables.in_program():
         return fn(*args, **kwargs)
     parent = _current.get()
     step = Transaction(parent)
@@ -168,7 +180,25 @@ def between_steps(variables: Iterable[Variable], read: Callable[[], T]) -> T:
     """Call a function that reads variables as they were at one moment between two steps."""
     moment = Transaction()
     with STATE:
-        moment._written = {v: v._committed() for v in variables}
+        moment._written = {v: v._committed() for v in variables if v.home is None}
     place = contextvars.copy_context()
     place.run(_current.set, moment)
     return place.run(read)
+
+
+def leaving_nothing(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function; if it raises, put this thread back to where it was."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    depths = ctx.depth(), traced_variables.depth(), input_requests.feed()
+    try:
+        return fn(*args, **kwargs)
+    except BaseException as error:
+        with uninterrupted():
+            ctx.back_to(depths[0])
+            traced_variables.back_to(depths[1])
+            input_requests.back_to(depths[2])
+            if jax.config.jax_default_device is not device:  # type: ignore[attr-defined]
+                jax.default_device(device).__enter__()
+        if isinstance(error, SystemError) and isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None  # it came in code in C that calls Python
+        raise

@@ -13,22 +13,22 @@ flatten to the replica's own component, so a captured value can be given to any 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import compat
-from phalanx.core.context import active_replica, current_mode
-from phalanx.core.errors import InvalidValueError
+from phalanx.core.context import active_replica
 from phalanx.core.operators import ArrayOperators
 from phalanx.core.padding import CannotJoin, Padded, pad
-from phalanx.core.placement import Span, device_of, place, replicated_over, stacked_over
-from phalanx.core.printing import format_component, format_components
-from phalanx.core.showing import shown
+from phalanx.core.replica_context import current_index, index_of, is_compiled
 from phalanx.core.structure import Leaf, map_nest
+from phalanx.errors import InvalidValueError
+from phalanx.runtime import compat
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.placement import Span, device_of, place, replicated_over, stacked_over
+from phalanx.runtime.printing import format_component, format_components
 
 if TYPE_CHECKING:
     from phalanx.core.replica_context import ReplicaContext
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class DistributedValues(Leaf):
     """Base of everything that holds one value per replica.
 
-    Instances are made by strategies, never by hand.
+    Strategies make instances; do not make them by hand.
     """
 
     __slots__ = ()
@@ -54,7 +54,7 @@ class DistributedValues(Leaf):
         return format_components(type(self).__name__, [format_component(v, repr) for v in self.values])
 
 
-class _TwoFaced(DistributedValues):
+class ReplicaValues(DistributedValues):
     """Shared machinery: components on one side, a global array on the other.
 
     Args:
@@ -111,7 +111,7 @@ class _TwoFaced(DistributedValues):
             self._span = compat.span_of(self._global)
         return self._span
 
-    def like(self, values: Sequence[Any]) -> Any:
+    def _like(self, values: Sequence[Any]) -> Any:
         """A value of the same kind for the same replicas."""
         return type(self)(values, self.span)
 
@@ -158,7 +158,7 @@ class _TwoFaced(DistributedValues):
         return self._leaf is not None or self.array is not None
 
     @property
-    def is_part(self) -> bool:
+    def _is_part(self) -> bool:
         """Whether there are only the components of this process, and others have more."""
         return self._global is None and len(self.values) < self.count
 
@@ -198,7 +198,7 @@ class _TwoFaced(DistributedValues):
         values = self.values
         return values[index] if index < len(values) else values[0]
 
-    def samples(self) -> Sequence[Any]:
+    def _samples(self) -> Sequence[Any]:
         """One component per replica to learn shapes and dtypes from; costs no communication."""
         return self.values
 
@@ -214,7 +214,7 @@ class _TwoFaced(DistributedValues):
         """The value with one component replaced."""
         components = list(self.values)
         components[index] = new
-        return self.like(components)
+        return self._like(components)
 
     def map_components(self, fn: Callable[[Any, Any], jax.Array], operand: Any) -> Any:
         """The value with each component replaced by ``fn(component, operand's component)``.
@@ -227,17 +227,17 @@ class _TwoFaced(DistributedValues):
             with jax.default_device(device):
                 result = fn(old, select_replica(i, operand))
             new.append(result if device is None else place(result, device))
-        return self.like(new)
+        return self._like(new)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the components of a value lie in its global array.
 
-    Arrays are joined along their leading dimension; scalars are stacked.
+    Arrays are joined along their leading dimension; scalars are stacked. JAX compares layouts with each
+    call of a function that takes values of replicas, which is quick for tuples.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]
     scalar: bool
 
 
@@ -254,7 +254,7 @@ def _distinct_devices(values: tuple[Any, ...]) -> tuple[jax.Device, ...] | None:
     return found if len(set(found)) == len(values) else None
 
 
-class PerReplica(_TwoFaced, ArrayOperators):
+class PerReplica(ReplicaValues, ArrayOperators):
     """A value that may differ between replicas.
 
     Inside `Strategy.run` it stands for the replica's own component. Outside it is a container:
@@ -369,7 +369,7 @@ class PerReplica(_TwoFaced, ArrayOperators):
         return value
 
 
-class Mirrored(_TwoFaced, ArrayOperators):
+class Mirrored(ReplicaValues, ArrayOperators):
     """A value that is the same on all replicas, with one copy per device.
 
     It can be used as an array everywhere: on a replica it is the replica's copy, elsewhere the first
@@ -425,10 +425,15 @@ class Mirrored(_TwoFaced, ArrayOperators):
         return np.asarray(self.values[0])
 
 
-def own_component(value: _TwoFaced, context: ReplicaContext) -> Any:
+def samples_of(value: ReplicaValues) -> Sequence[Any]:
+    """One thing per replica that has the shape and dtype of its component."""
+    return value._samples()
+
+
+def own_component(value: ReplicaValues, context: ReplicaContext) -> Any:
     """The component of the replica that runs the code, of a value that it captured or was given."""
-    if not context.compiled or isinstance(value, Mirrored) or value.is_local:
-        return value.component(context.replica_index)
+    if not is_compiled(context) or isinstance(value, Mirrored) or value.is_local:
+        return value.component(index_of(context))
     if len({jnp.shape(x) for x in value.values}) > 1:
         raise CannotJoin("a value of theirs is captured: give it to strategy.run as an argument")
     # One program stands for all replicas, so which component it is depends on where it runs.
@@ -446,14 +451,6 @@ def check_count(value: Any, replicas: int, what: str) -> None:
         )
 
 
-def current_index() -> int:
-    """The replica, or the copy under update, that this thread works for; else 0."""
-    mode = current_mode()
-    if mode.replica_context is not None:
-        return mode.replica_context.replica_index
-    return mode.update_index or 0
-
-
 # -- pytrees ------------------------------------------------------------------------------------
 
 
@@ -462,19 +459,21 @@ _PARTS = "parts"  # one leaf per component
 # Otherwise the leaf is the global array, and the auxiliary data is its layout.
 
 
-def _flatten(value: _TwoFaced) -> tuple[tuple[Any, ...], Any]:
+def _flatten(value: ReplicaValues) -> tuple[tuple[Any, ...], Any]:
     context = active_replica()
     if context is not None and value.count == context.num_replicas_in_sync:
         return (own_component(value, context),), _LOCAL
     if value._leaf is not None:
         return value._leaf, value.layout
-    array = value.array
+    array = value._global
+    if array is None:
+        array = value.array
     if array is not None:
         return (array,), value.layout
     return value.values, _PARTS
 
 
-def _unflatten_as(cls: type[_TwoFaced]) -> Callable[[Any, Sequence[Any]], Any]:
+def _unflatten_as(cls: type[ReplicaValues]) -> Callable[[Any, Sequence[Any]], Any]:
     def unflatten(aux: Any, children: Sequence[Any]) -> Any:
         if aux == _LOCAL:
             return children[0]
@@ -491,6 +490,6 @@ def select_replica(index: int, nest: Any) -> Any:
     """The nest that one replica sees: distributed values give their component, the rest stays."""
 
     def select(leaf: Any) -> Any:
-        return leaf.component(index) if isinstance(leaf, _TwoFaced) else leaf
+        return leaf.component(index) if isinstance(leaf, ReplicaValues) else leaf
 
     return map_nest(select, nest)

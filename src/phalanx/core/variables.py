@@ -8,7 +8,6 @@ it can be given to any function that takes an array.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -16,27 +15,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import compat, lifting, transactions
-from phalanx.core import context as ctx
-from phalanx.core.devices import device_name
-from phalanx.core.errors import ContextError, InternalError, InvalidTypeError, InvalidValueError
-from phalanx.core.holding import Holder
+from phalanx.core import context as ctx, traced_variables, transactions
+from phalanx.core.bundles import Holder
 from phalanx.core.indexed_slices import IndexedSlices, checked_slices
 from phalanx.core.operators import ArrayOperators, operand_of
-from phalanx.core.pickling import StaysHere
-from phalanx.core.placement import device_of, place
-from phalanx.core.printing import describe_numpy
-from phalanx.core.replica_context import MergePoint
-from phalanx.core.showing import shown
+from phalanx.core.options import VariableAggregation, VariableSynchronization, check_kinds
+from phalanx.core.replica_context import MergePoint, meet
 from phalanx.core.structure import Leaf
-from phalanx.core.synchronization import (
-    VariableAggregation,
-    VariableSynchronization,
-    check_kinds,
-)
-from phalanx.core.updates import apply_update, broadcasts_to, fitting_shape
 from phalanx.core.values import DistributedValues
-from phalanx.core.variable_spec import VariableReference, VariableSpec, initial_array, register
+from phalanx.core.variable_spec import (
+    InitialValue,
+    VariableReference,
+    VariableSpec,
+    apply_update,
+    broadcasts_to,
+    fitting_shape,
+    register,
+)
+from phalanx.errors import ContextError, InternalError, InvalidTypeError, InvalidValueError
+from phalanx.runtime import compat
+from phalanx.runtime.devices import device_name
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.pickling import StaysHere
+from phalanx.runtime.placement import device_of, place
+from phalanx.runtime.printing import describe_numpy
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
@@ -65,9 +67,10 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
             ``synchronization=ON_READ``.
         name: for printing and checkpoints.
         dtype: of the value; the initial value is converted.
-        synchronization: when copies on different replicas are brought together.
+        synchronization: when the copies of different replicas are combined.
         aggregation: how the values that replicas write become one.
-        constraint: kept for optimizers; a function applied to the value after an update.
+        constraint: a function of the value, kept for code that reads it. `px.train.Optimizer` does not
+            apply it: use a transformation of optax, such as `optax.keep_params_nonnegative`.
         shape: if given, the initial value must have it.
 
     Examples:
@@ -141,7 +144,7 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When copies are brought together."""
+        """When copies are combined."""
         return self._spec.synchronization
 
     @property
@@ -151,7 +154,7 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
 
     @property
     def constraint(self) -> Callable[[Any], Any] | None:
-        """The function that was given for optimizers."""
+        """The function that was given; `px.train.Optimizer` does not apply it."""
         return self._spec.constraint
 
     @property
@@ -178,7 +181,7 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
 
     def _held(self) -> Any:
         """What the variable holds: an array, or a distributed value with all copies."""
-        program = lifting.current()
+        program = traced_variables.current()
         if program is not None:
             program.check_read()
             return program.held(self)
@@ -310,7 +313,7 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
 
     def _set(self, held: Any) -> None:
         """Replace what the variable holds at this point of a program or a step."""
-        program = lifting.current()
+        program = traced_variables.current()
         if program is not None:
             program.set(self, held)
         else:
@@ -355,10 +358,14 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
         with ctx.push(ctx.default_mode()):
             self.assign(state)
 
+    def __copy__(self: Self) -> Self:
+        return self.__deepcopy__({})
+
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         self._check_access(f"copy.deepcopy of {self.name!r}")
         self._committed()  # both will have the same arrays
-        clone = copy.copy(self)
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__)
         memo[id(self)] = clone
         register(clone)
         return clone
@@ -456,18 +463,19 @@ def create_variable(
     if trainable is None:
         trainable = synchronization is not VariableSynchronization.ON_READ
 
+    initial = InitialValue(initial_value, dtype, shape, name)
+    kinds = (bool(trainable), name, synchronization, aggregation, constraint)
+
     def make(strategy: Strategy) -> Variable:
         # A variable that is made while a program is traced is made at once, not in the program.
         with jax.ensure_compile_time_eval():
-            value = initial_array(initial_value, dtype, shape, name)
-            spec = VariableSpec(value, bool(trainable), name, synchronization, aggregation, constraint)
-            return strategy.extended._create_variable(spec)
+            return strategy.extended._create_variable_from(initial, kinds)
 
     replica = ctx.active_replica()
     if replica is None:
         return make(ctx.get_strategy())
     point = MergePoint(f"creation of variable {name!r}", make, (), {})
-    return cast(Variable, replica.meet(point))
+    return cast(Variable, meet(replica, point))
 
 
 def _check_update_kwargs(method: str, kwargs: dict[str, Any]) -> None:

@@ -1,10 +1,8 @@
 """`px.data`: datasets as plans that run on whole batches at once."""
 
 from phalanx.data import experimental
-from phalanx.data.audit import AuditReport, audit
-from phalanx.data.checks import AUTOTUNE
 from phalanx.data.dataset import Dataset
-from phalanx.data.elements import DatasetSpec, Ragged, RaggedSpec
+from phalanx.data.distribute.audit import AuditReport, audit
 from phalanx.data.files.datasets import (
     CsvDataset,
     FixedLengthRecordDataset,
@@ -13,10 +11,11 @@ from phalanx.data.files.datasets import (
     TFRecordDataset,
 )
 from phalanx.data.files.record_writer import TFRecordOptions, TFRecordWriter
-from phalanx.data.iterator import Iterator
-from phalanx.data.node import INFINITE as INFINITE_CARDINALITY
-from phalanx.data.node import UNKNOWN as UNKNOWN_CARDINALITY
-from phalanx.data.options import Options
+from phalanx.data.plan.argument_checks import AUTOTUNE
+from phalanx.data.plan.dataset_options import Options
+from phalanx.data.plan.elements import DatasetSpec, Ragged, RaggedSpec
+from phalanx.data.plan.nodes import INFINITE as INFINITE_CARDINALITY, UNKNOWN as UNKNOWN_CARDINALITY
+from phalanx.data.run.iterator import Iterator
 
 __all__ = [
     "AUTOTUNE",

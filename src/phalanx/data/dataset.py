@@ -12,24 +12,24 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
-from phalanx.core.pulls import begins_loop
-from phalanx.core.showing import shown
+from phalanx.core.input_requests import begins_loop
 from phalanx.core.tensor_spec import TensorSpec
-from phalanx.data import checks, sources
-from phalanx.data.combining import Choose, Sample, Zip
-from phalanx.data.elements import DatasetSpec, as_leaf
-from phalanx.data.functions import check_signature
-from phalanx.data.iterator import Epochs, Iterator
-from phalanx.data.node import INFINITE, Node
+from phalanx.data.ops.merging import Choose, Sample, Zip
+from phalanx.data.plan import argument_checks as checks, sources
+from phalanx.data.plan.elements import DatasetSpec, as_leaf
+from phalanx.data.plan.functions import check_signature
+from phalanx.data.plan.nodes import INFINITE, PlanNode
+from phalanx.data.run.iterator import Epochs, Iterator
 from phalanx.data.transformations import Transformations
+from phalanx.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 
 class Dataset(Transformations):
-    """A sequence of elements, as a plan that is run by whoever iterates.
+    """A sequence of elements, as a plan that runs when it is iterated.
 
     An element is a nest of NumPy arrays: tuples, dictionaries or single arrays. Nothing is read before
-    somebody iterates, and each iteration begins anew. Plans over arrays run on whole batches at once.
+    it is iterated, and each iteration begins anew. Plans over arrays run on whole batches at once.
 
     Examples:
         >>> import numpy as np, phalanx as px
@@ -40,8 +40,8 @@ class Dataset(Transformations):
         [5]
     """
 
-    def __init__(self, node: Node) -> None:
-        if not isinstance(node, Node):
+    def __init__(self, node: PlanNode) -> None:
+        if not isinstance(node, PlanNode):
             raise InvalidTypeError(
                 "Datasets are made by Dataset.from_tensor_slices, Dataset.range and the like. "
                 f"Received: {shown(node)}"
@@ -50,7 +50,7 @@ class Dataset(Transformations):
         self._node = node
         self._epochs = Epochs()
 
-    def _with(self, node: Node) -> Dataset:
+    def _with(self, node: PlanNode) -> Dataset:
         return Dataset(node)
 
     def _leaf_spec(self) -> Any:
@@ -204,7 +204,7 @@ class Dataset(Transformations):
             raise InvalidTypeError(
                 f"output_type must be a numeric dtype. Received: {shown(output_type)}"
             )
-        return Dataset(sources.Range((), builtins.range(*numbers), dtype))
+        return Dataset(sources.RangeSource((), builtins.range(*numbers), dtype))
 
     @staticmethod
     def list_files(
@@ -348,7 +348,7 @@ class Dataset(Transformations):
         return Dataset(Choose((*nodes, choices), stop))
 
 
-def _several(datasets: Sequence[Dataset], what: str) -> tuple[Node, ...]:
+def _several(datasets: Sequence[Dataset], what: str) -> tuple[PlanNode, ...]:
     if not isinstance(datasets, Iterable) or isinstance(datasets, Dataset):
         raise InvalidTypeError(
             f"{what} needs a list of datasets. "

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.core.errors import InvalidValueError
-from phalanx.data import checks
-from phalanx.data.checks import AUTOTUNE
 from phalanx.data.dataset import Dataset
 from phalanx.data.files.datasets import CsvDataset
-from phalanx.data.node import INFINITE as INFINITE_CARDINALITY
-from phalanx.data.node import UNKNOWN as UNKNOWN_CARDINALITY
-from phalanx.data.options import AutoShardPolicy, DistributeOptions
-from phalanx.data.reorder import SHARD_HINT, AssertCardinality
+from phalanx.data.ops.selecting import SHARD_HINT, AssertCardinality
+from phalanx.data.plan import argument_checks as checks
+from phalanx.data.plan.argument_checks import AUTOTUNE
+from phalanx.data.plan.dataset_options import AutoShardPolicy, DistributeOptions
+from phalanx.data.plan.nodes import INFINITE as INFINITE_CARDINALITY, UNKNOWN as UNKNOWN_CARDINALITY
+from phalanx.errors import InvalidValueError
 
 __all__ = [
     "AUTOTUNE",

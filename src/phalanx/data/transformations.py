@@ -7,22 +7,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
-from phalanx.data import checks
-from phalanx.data.batching import Batch, PaddedBatch, RaggedBatch
-from phalanx.data.caching import Cache
-from phalanx.data.combining import Concatenate
-from phalanx.data.elements import LeafBase
-from phalanx.data.functions import check_signature
-from phalanx.data.interleaving import MOST_DATASETS, Interleave
-from phalanx.data.mapping import Enumerate, Filter, Map
-from phalanx.data.node import Node
-from phalanx.data.options import Options
-from phalanx.data.prefetch import Prefetch
-from phalanx.data.reorder import SHARD_HINT, Repeat, Shard, Skip, Take, WithOptions
-from phalanx.data.shuffling import Shuffle
-from phalanx.data.unbatching import Rebatch, Unbatch, Window
+from phalanx.data.ops.batching import Batch, PaddedBatch, RaggedBatch
+from phalanx.data.ops.caching import Cache
+from phalanx.data.ops.interleaving import MOST_DATASETS, Interleave
+from phalanx.data.ops.mapping import Enumerate, Filter, Map
+from phalanx.data.ops.merging import Concatenate
+from phalanx.data.ops.prefetching import Prefetch
+from phalanx.data.ops.selecting import SHARD_HINT, Repeat, Shard, Skip, Take, WithOptions
+from phalanx.data.ops.shuffling import Shuffle
+from phalanx.data.ops.unbatching import Rebatch, Unbatch, Window
+from phalanx.data.plan import argument_checks as checks
+from phalanx.data.plan.dataset_options import Options
+from phalanx.data.plan.elements import LeafBase
+from phalanx.data.plan.functions import check_signature, function_error
+from phalanx.data.plan.nodes import PlanNode
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 if TYPE_CHECKING:
     from phalanx.data.dataset import Dataset
@@ -33,10 +33,10 @@ T = TypeVar("T")
 class Transformations(LeafBase):
     """The methods of `Dataset` that make something of it. `name` is accepted everywhere and ignored."""
 
-    _node: Node
+    _node: PlanNode
 
     @abstractmethod
-    def _with(self, node: Node) -> Dataset:
+    def _with(self, node: PlanNode) -> Dataset:
         """A dataset with another plan."""
 
     def _deterministic(self, value: bool | None) -> bool | None:
@@ -148,8 +148,6 @@ class Transformations(LeafBase):
             >>> int(px.data.Dataset.range(5).reduce(0, lambda total, x: total + x))
             10
         """
-        from phalanx.data.functions import function_error
-
         checks.function(reduce_func, "reduce")
         state = initial_state
         with self.iterator() as elements:
@@ -334,7 +332,7 @@ class Transformations(LeafBase):
         size = self._node.cardinality if given in (-1, -2) else given
         if size in (-1, -2):
             raise InvalidValueError(
-                "buffer_size must be given, because nobody knows how many elements there are. "
+                "buffer_size must be given, because the number of elements is unknown. "
                 f"Received: {shown(buffer_size)}"
             )
         again = reshuffle_each_iteration is None or checks.boolean(
@@ -344,7 +342,7 @@ class Transformations(LeafBase):
         return self._with(Shuffle((self._node,), size, checks.seed(seed), again))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Dataset:
-        """The elements `count` times over; for ever if it is None or -1."""
+        """The elements `count` times over; without end if it is None or -1."""
         times = None if count is None else checks.integer(count, "count", -1)
         return self._with(Repeat((self._node,), None if times == -1 else times))
 
@@ -400,7 +398,7 @@ class Transformations(LeafBase):
     def prefetch(self, buffer_size: int, name: str | None = None) -> Dataset:
         """The same elements, of which up to `buffer_size` are read ahead in a thread.
 
-        `AUTOTUNE` begins with two, and reads further ahead whenever somebody has to wait.
+        `AUTOTUNE` begins with two, and reads further ahead whenever a reader has to wait.
         """
         return self._with(Prefetch((self._node,), checks.integer(buffer_size, "buffer_size", -1)))
 
@@ -419,7 +417,7 @@ class Transformations(LeafBase):
         return checks.function(transformation_func, "apply")(self)
 
 
-def options_of(node: Node) -> Options:
+def options_of(node: PlanNode) -> Options:
     """The options that are set in a plan."""
     merged = Options()
     for below in node.inputs:

@@ -1,6 +1,6 @@
 """Functions as pytrees: what a function has captured are the leaves.
 
-A function that is defined inside of a loop is a new object in each round. It needs no new program if
+A function that is defined inside a loop is a new object in each round. It needs no new program if
 its code is the same, and if it captured the same objects, or arrays of the same shapes.
 """
 
@@ -228,7 +228,7 @@ def _can_be_rebuilt(fn: types.FunctionType) -> bool:
 
 @functools.lru_cache(maxsize=1000)
 def _assigned(code: types.CodeType) -> frozenset[str]:
-    """The names of the function around it that a function, or one inside of it, assigns to."""
+    """The names of the function around it that a function, or one inside it, assigns to."""
     inner = [_assigned(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     names = {
         instruction.argval

@@ -17,25 +17,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from phalanx.core import compat, lifting
-from phalanx.core import context as ctx
-from phalanx.core.arrays import without_mesh
+from phalanx.core import context as ctx, traced_variables
 from phalanx.core.distributed_variables import SyncOnReadVariable
-from phalanx.core.errors import (
-    ContextError,
-    InvalidArgumentError,
-    MergeMismatchError,
-    UnsupportedError,
-)
-from phalanx.core.host_memory import expect_model
-from phalanx.core.placement import REPLICA_AXIS, replica_mesh
 from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
-from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica, shared_by_all, wrap_arguments
 from phalanx.core.structure import leaves, map_nest, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica, select_replica
 from phalanx.core.variables import ResourceVariable, Variable
+from phalanx.errors import ContextError, InvalidArgumentError, MergeMismatchError, UnsupportedError
 from phalanx.execution.staging import explained
+from phalanx.runtime import compat
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.host_memory import expect_model
+from phalanx.runtime.placement import REPLICA_AXIS, replica_mesh, without_mesh
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
@@ -59,7 +53,10 @@ def run_inlined(
 
 def in_compiled_run(strategy: Strategy) -> bool:
     """Whether the code that is being traced stands for all replicas of a strategy."""
-    return any(isinstance(x, SpmdLifting) and x.strategy is strategy for x in lifting.enclosing())
+    return any(
+        isinstance(x, SpmdVariableTrace) and x.strategy is strategy
+        for x in traced_variables.enclosing()
+    )
 
 
 def _replica_context(strategy: Strategy, count: int, shared: list[Any]) -> ReplicaContext:
@@ -104,7 +101,7 @@ class CompiledRendezvous:
             )
 
 
-class SpmdLifting(lifting.Lifting):
+class SpmdVariableTrace(traced_variables.VariableTrace):
     """Variables inside a compiled run.
 
     Mirrored variables are captured from the program around it. Variables that are synchronized on read
@@ -112,7 +109,10 @@ class SpmdLifting(lifting.Lifting):
     """
 
     def __init__(
-        self, parent: lifting.Lifting | None, strategy: Strategy, local: Mapping[Any, Any]
+        self,
+        parent: traced_variables.VariableTrace | None,
+        strategy: Strategy,
+        local: Mapping[Any, Any],
     ) -> None:
         super().__init__(local)
         self._parent = parent
@@ -151,6 +151,11 @@ class SpmdLifting(lifting.Lifting):
             )
         super().set(variable, value)
 
+    def can_ask_for(self, indices: Any) -> bool:
+        """Never: what a replica computes is known to the program of all replicas only."""
+        del indices
+        return False
+
 
 class CompiledRun:
     """One call of `Strategy.run` in traced code."""
@@ -165,7 +170,7 @@ class CompiledRun:
         self._strategy, self._fn, self._inputs = strategy, fn, inputs
         self._devices, self._count = devices, len(devices)
         self._mesh = replica_mesh(devices)
-        self._parent = lifting.current()
+        self._parent = traced_variables.current()
         # Found while tracing:
         self._result: Any = None
         self._plain: dict[int, Any] = {}
@@ -173,6 +178,8 @@ class CompiledRun:
         self._scalars: list[bool] = []
         self._mirrored: list[Any] = []
         self._copied: list[Any] = []
+        self.changes: list[tuple[Any, Any]] = []
+        """Variables of other processes, and what the step does to them."""
 
     def add(self) -> Any:
         """Trace the step and return its results."""
@@ -205,8 +212,13 @@ class CompiledRun:
         with explained():
             results, common, mirrored, copied = mapped(arrays, copies)
         self._plain |= dict(zip(self._shared, common, strict=True))
-        for variable, value in zip(self._mirrored, mirrored, strict=True):
-            self._write_back(variable, value)
+        remaining = iter(mirrored)
+        for variable in self._mirrored:
+            self._write_back(variable, next(remaining))
+        with traced_variables.recording(self._parent):
+            for variable, change in self.changes:
+                operand = jax.tree.map(lambda _: next(remaining), change.operand)
+                variable.record(change._replace(operand=operand))
         for variable, value in zip(self._copied, copied, strict=True):
             layout = Layout(self._count, not variable.shape)
             self._write_back(variable, PerReplica.from_global(value, layout))
@@ -223,10 +235,10 @@ class CompiledRun:
 
     def _body(self, inputs: Any, local: dict[Any, Any]) -> Any:
         """The step, as every replica runs it."""
-        inner = SpmdLifting(self._parent, self._strategy, local)
+        inner = SpmdVariableTrace(self._parent, self._strategy, local)
         here = compat.current_trace()
         shared: list[Any] = []
-        with lifting.lifted(inner), _replica_context(self._strategy, self._count, shared):
+        with traced_variables.recording(inner), _replica_context(self._strategy, self._count, shared):
             args, kwargs = inputs
             self._result = map_nest(lambda x: _own(x, here), self._fn(*args, **kwargs))
         outputs, common = [], []
@@ -244,12 +256,16 @@ class CompiledRun:
                 self._plain[i] = leaf
         mirrored, copied = [], []
         for variable, value in inner.written.items():
+            if variable.home is not None:
+                continue
             if isinstance(value, SpmdPerReplica):
                 self._copied.append(variable)
                 copied.append(value.local[None] if not variable.shape else value.local)
             else:
                 self._mirrored.append(variable)
                 mirrored.append(value.component(0) if isinstance(value, Mirrored) else value)
+        self.changes = list(inner.changes)
+        mirrored += [x for _, change in self.changes for x in jax.tree.leaves(change.operand)]
         return outputs, common, mirrored, copied
 
     def _write_back(self, variable: Variable, value: Any) -> None:

@@ -24,21 +24,29 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from phalanx.core import compat, phases, transactions
-from phalanx.core import context as ctx
-from phalanx.core.callsite import CallSite, call_site, where_is
-from phalanx.core.deadlines import replica_patience
-from phalanx.core.devices import short_name
-from phalanx.core.errors import DeadlineExceededError, MergeMismatchError, ReplicaAborted
-from phalanx.core.interrupts import Bell, start
+from phalanx.core import context as ctx, transactions
 from phalanx.core.regrouping import regroup
-from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
+from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait, index_of
 from phalanx.core.values import select_replica
+from phalanx.errors import DeadlineExceededError, MergeMismatchError
+from phalanx.runtime import activity, compat
+from phalanx.runtime.call_site import CallSite, call_site, where_is
+from phalanx.runtime.deadlines import replica_patience
+from phalanx.runtime.devices import short_name
+from phalanx.runtime.interrupts import Bell, start
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
 
 _log = logging.getLogger("phalanx")
+
+
+class ReplicaAborted(BaseException):
+    """Raised inside a replica that must stop because another replica failed.
+
+    Derives from `BaseException` so that a broad ``except Exception`` in user code does not keep
+    a replica running whose peers are gone. It never reaches the caller of `Strategy.run`.
+    """
 
 
 def run_replicas(
@@ -52,7 +60,7 @@ def run_replicas(
     """Call `fn` once per replica and join the results."""
     span = strategy.extended._span
     if span is not None:
-        phases.count_steps()
+        activity.count_steps()
 
     def execute() -> list[Any]:
         return EagerRun(strategy, devices, replica_ids, fn, args, kwargs).execute()
@@ -171,7 +179,7 @@ class EagerRun:
         except ReplicaAborted:
             raise
         except BaseException as error:
-            if error is not self._merge_error:  # which is nobody's in particular
+            if error is not self._merge_error:  # which belongs to no replica in particular
                 error.add_note(f"Raised on {replica} of {len(self._replicas)} of {self._strategy!r}.")
             raise
         finally:
@@ -188,12 +196,12 @@ class EagerRun:
 
     def meet(self, context: ReplicaContext, point: MergePoint) -> Any:
         """See `Rendezvous.meet`; called in the replica's thread."""
-        replica = self._replicas[context.replica_index]
+        replica = self._replicas[index_of(context)]
         if self._aborted:
             raise ReplicaAborted
         if len(self._replicas) == 1:
             return select_replica(0, self._merge([point])) if self._span else self._merge([point])
-        replica.point, replica.site = point, call_site(until=EagerRun._call.__code__)
+        replica.point, replica.site = point, site_in_replica()
         replica.meetings += 1
         if replica.index == 0:
             self._direct()
@@ -245,10 +253,10 @@ class EagerRun:
 
     def wait_until(self, context: ReplicaContext, wait: Wait) -> None:
         """See `Rendezvous.wait_until`; called in the replica's thread."""
-        replica = self._replicas[context.replica_index]
+        replica = self._replicas[index_of(context)]
         if self._aborted:
             raise ReplicaAborted
-        replica.wait, replica.site = wait, call_site(until=EagerRun._call.__code__)
+        replica.wait, replica.site = wait, site_in_replica()
         if threading.current_thread() is self._caller:
             while not wait.ready():
                 self._let_another_run(replica)
@@ -375,7 +383,7 @@ class EagerRun:
 
     def _count_mismatch(self, waiting: _Replica, done: _Replica) -> MergeMismatchError:
         return MergeMismatchError(
-            "Some replicas met more often than others, so one would wait for ever. "
+            "Some replicas met more often than others, so one would wait forever. "
             f"{waiting} waits at its meeting number {waiting.meetings}, {_kind(waiting)}, at "
             f"{waiting.site}, but {done} has returned after {done.meetings} meeting(s)"
             f"{_last(done)}. Call collectives, merge_call and aggregated variable updates the same "
@@ -405,3 +413,8 @@ def _state(replica: _Replica) -> str:
 
 def _last(replica: _Replica) -> str:
     return f", the last at {replica.site}" if replica.site is not None else ""
+
+
+def site_in_replica() -> CallSite:
+    """Where in the function that a replica runs eagerly this code was called."""
+    return call_site(until=EagerRun._call.__code__)

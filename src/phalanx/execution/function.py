@@ -8,28 +8,28 @@ writes them back.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core import compat, pulls, stepwise, transactions
-from phalanx.core import context as ctx
-from phalanx.core.advice import say_once
-from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.core import context as ctx, input_requests, run_hooks, traced_variables, transactions
 from phalanx.core.padding import CannotJoin
-from phalanx.core.showing import shown
-from phalanx.core.turns import Turn, Turns
-from phalanx.core.unwinding import leaving_nothing
+from phalanx.core.run_hooks import say_once
+from phalanx.core.transactions import leaving_nothing
 from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
-from phalanx.execution.calls import Call
+from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.execution.call_arguments import Call, Pattern
 from phalanx.execution.captures import Captured
+from phalanx.execution.iterator_inputs import Ended, Source, Taken, give_back
 from phalanx.execution.lifetimes import Table, Whole
-from phalanx.execution.program import Program, Stacked
+from phalanx.execution.program import CHANGED, Program, Stacked
 from phalanx.execution.reasons import (
     ENDED,
     IN_EAGER_STEP,
     LOOPS,
+    LOOPS_ELSEWHERE,
     NO_ARRAYS,
     ROUNDS,
     Reason,
@@ -39,8 +39,12 @@ from phalanx.execution.reasons import (
 )
 from phalanx.execution.retracing import ChangingNumbers, TraceWatch
 from phalanx.execution.signatures import fitted
-from phalanx.execution.taking import Ended, Source, Taken, give_back
-from phalanx.execution.variance import differing_marks
+from phalanx.execution.tracing import trace_program
+from phalanx.execution.variance import why_eager
+from phalanx.runtime import compat
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.pickling import OnePerProcess
+from phalanx.runtime.turns import Turn, Turns
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
@@ -60,12 +64,12 @@ class _Found:
     reason: Reason | None = None
 
 
-class Function:
-    """What `px.function` returns; see there.
+class Function(OnePerProcess):
+    """A compiled function, as `px.function` returns it.
 
     Args:
         python_function: what it makes programs of.
-        input_signature: see there.
+        input_signature: as for `px.function`.
         is_run: whether it is no more than a call of `Strategy.run`.
     """
 
@@ -85,6 +89,7 @@ class Function:
         self._may_fail = False  # to be traced: then it runs eagerly
         self._programs: Table[Program | Reason] = Table()
         self._tracing = Turns(f"trace {self.__name__}")
+        self._latest: weakref.ref[Program] | None = None  # what ran the last time
         self._sources: Table[tuple[Source, ...]] = Table()
         self.unbound: Function | None = None
         self._runs: dict[tuple[str, bool], Function] = {}
@@ -116,14 +121,26 @@ class Function:
             args, kwargs = fitted(
                 self.python_function, self.__name__, self.input_signature, args, kwargs
             )
+        latest = None if self._latest is None else self._latest()
+        if latest is not None and latest.pattern is not None:
+            arrays = latest.pattern.arrays_of(args, kwargs)
+            if arrays is not None:
+                result = latest.run_again(arrays, then)
+                if result is not CHANGED:
+                    return result
+                variables = latest.variables()
+                if variables is not None:
+                    return _run_known(latest, variables, arrays, then)
+        del latest  # so that it can end
         call = Call.of(args, kwargs)
         known = None if call is None else self._programs.get(call.key)
         if call is not None and isinstance(known, Program):  # mostly, and it takes no elements
             variables = known.variables()
             if variables is not None:
-                if known.leaves_nothing:
-                    return known.run(variables, call.arrays, then or _nothing)
-                return leaving_nothing(known.run, variables, call.arrays, then or _nothing)
+                if known.pattern is None and known.overwrites:
+                    known.pattern = Pattern.of(call, args, kwargs)
+                self._latest = weakref.ref(known)
+                return _run_known(known, variables, call.arrays, then)
         return leaving_nothing(self._run, call, then, args, kwargs)
 
     def _run(
@@ -164,7 +181,7 @@ class Function:
 
         try:
             if reason is LOOPS:  # each step in it counts by itself
-                return stepwise.running_steps(run, self.python_function, *args, **kwargs)
+                return run_hooks.running_steps(run, self.python_function, *args, **kwargs)
             return transactions.atomically(self._call_python, run, taken, args, kwargs)
         finally:
             if not has_runs and reason is not ENDED:  # where px.train.loop has compiled steps
@@ -172,7 +189,7 @@ class Function:
 
     def _call_python(
         self,
-        run: stepwise.RunsSteps | None,
+        run: run_hooks.RunsSteps | None,
         taken: Taken,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -180,7 +197,7 @@ class Function:
         step = transactions.current()
         if step is not None:
             step.when_committed(taken.use)
-        return stepwise.running_steps(run, self.python_function, *args, **kwargs)
+        return run_hooks.running_steps(run, self.python_function, *args, **kwargs)
 
     def run_on_replicas(
         self, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -203,7 +220,7 @@ class Function:
             known = self._runs[name, is_captured] = Function(_run, is_run=True)
             known.__name__ = name
             known._traces = self._traces
-            known._may_fail = is_captured  # nobody has asked for it to be compiled
+            known._may_fail = is_captured  # the user has not asked for it to be compiled
         return known(strategy, step, tuple(args), dict(kwargs or {}))
 
     def _find(
@@ -258,7 +275,7 @@ class Function:
                         raise
                     self._numbers.must_be_known(as_constants)
                     continue
-                except pulls.NeedsElement as need:
+                except input_requests.NeedsElement as need:
                     self._traces[0] -= 1
                     sources = (*sources, taken.source_of(need))
                     captured = [s.captured() for s in sources if s.captured is not None]
@@ -305,6 +322,8 @@ class Function:
         program = found[0].program
         if program is None or any(f.program is not program for f in found):
             return None
+        if not program.can_loop:
+            return None
         if not found[0].arrays:  # nothing that a loop could go over
             return None
         columns = zip(*(f.arrays for f in found), strict=True)
@@ -325,27 +344,15 @@ class Function:
                 raise self._makes_variables("on every call", program)
         if isinstance(program, Reason):
             return program
-        marks, hazards = differing_marks(program.jaxpr)
-        if hazards and call.is_uneven:
-            return cannot_join(f"they communicate inside {hazards[0]} that may differ between them")
-        if hazards:
-            raise InvalidValueError(
-                f"{self.__name__} communicates inside {hazards[0]} whose condition may differ between "
-                "replicas, so some would wait for others for ever. Communicate outside of it, or make "
-                "the condition the same on all replicas, as with all_reduce."
-            )
-        if marks:
-            return Reason(
-                f"replicas may write different values: {', '.join(marks)}",
-                "Give the variable an aggregation, or all_reduce the value first",
-            )
-        return program
+        return why_eager(program.jaxpr, self.__name__, call.is_uneven) or program
 
     def _try_to_trace(self, call: Call, taken: Taken) -> Program | list[Variable] | Reason:
         try:
             return self._trace_once(call, taken)
-        except pulls.LoopsOverInput:
+        except input_requests.LoopsOverInput:
             return LOOPS
+        except traced_variables.LoopsElsewhere:
+            return LOOPS_ELSEWHERE
         except CannotJoin as reason:
             return cannot_join(str(reason))
         except Exception as error:
@@ -364,7 +371,7 @@ class Function:
             with taken.traced(elements):
                 return self.python_function(*args, **kwargs)
 
-        return Program.trace(with_elements, call, self.__name__)
+        return trace_program(with_elements, call, self.__name__)
 
     def _makes_variables(self, when: str, made: list[Variable]) -> InvalidValueError:
         return InvalidValueError(
@@ -392,6 +399,12 @@ class Function:
             bound.unbound = self
             cache[name] = bound
         return bound
+
+    def recipe(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What makes the function in another process that unpickles it."""
+        if self.unbound is not None:
+            return getattr, (self.python_function.__self__, self.__name__)  # type: ignore[attr-defined]
+        return Function, (self.python_function, self.input_signature)
 
     # -- looking inside --------------------------------------------------------------------------
 
@@ -429,13 +442,13 @@ def function(
 ) -> Any:
     """Compile a function that may read and write variables.
 
-    A decorator, with or without arguments. The function is traced for each new combination of
-    argument shapes and dtypes, Python arguments and current strategy; afterwards calls run the compiled
-    program. Python side effects happen while tracing only. Inside, `Strategy.run` is one SPMD
-    program, also where replicas hold arrays of different sizes: its step is then traced once for each
-    of them. There may be 16 programs of that kind. Functions called from compiled functions become
-    part of them. A function that loops over input runs as Python, and each `Strategy.run` in it is a
-    program.
+    A decorator, with or without arguments. JAX traces the function for each new combination of
+    argument shapes and dtypes, Python arguments and current strategy; later calls run the compiled
+    program. Python side effects happen only while JAX traces. Inside, `Strategy.run` is one SPMD
+    program, also where replicas hold arrays of different sizes: JAX then traces the step once for each
+    size. A function has at most 16 programs of that kind. Functions called from compiled functions
+    become part of them. A function that loops over input runs as Python, and each `Strategy.run` in it
+    is a program.
 
     Args:
         fn: the function. Arrays, NumPy arrays and distributed values are inputs of the program; other
@@ -461,6 +474,14 @@ def function(
     if fn is None:
         return functools.partial(function, input_signature=input_signature)
     return Function(fn, input_signature)
+
+
+def _run_known(
+    program: Program, variables: list[Variable], arrays: list[Any], then: Callable[[], None] | None
+) -> Any:
+    if program.leaves_nothing:
+        return program.run(variables, arrays, then or _nothing)
+    return leaving_nothing(program.run, variables, arrays, then or _nothing)
 
 
 def _nothing() -> None:

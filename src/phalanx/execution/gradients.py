@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.core import lifting
-from phalanx.core.errors import InvalidTypeError
-from phalanx.core.showing import shown
+from phalanx.core import traced_variables
 from phalanx.core.values import Mirrored, PerReplica
 from phalanx.core.variables import Variable
+from phalanx.errors import InvalidTypeError
+from phalanx.execution.taps import Tap
+from phalanx.runtime.formatting import shown
 
 
 def value_and_grad(
@@ -32,8 +33,9 @@ def value_and_grad(
         has_aux: whether `fn` returns a pair of the scalar and something else, which is passed on.
 
     Returns:
-        A function with the arguments of `fn` that returns a pair: what `fn` returned, and a nest of
-        gradients like `variables`. Gradients of variables that `fn` does not read are zero.
+        A function with the arguments of `fn` that returns a pair of what `fn` returned and a nest of
+        gradients like `variables`. Gradients of variables that `fn` does not read are zero. If `fn`
+        reads only rows of a variable on a parameter server, its gradient is `px.IndexedSlices`.
 
     Examples:
         >>> import phalanx as px
@@ -54,20 +56,32 @@ def value_and_grad(
     if not callable(fn):
         raise InvalidTypeError(f"fn must be callable. Received: {shown(fn)}")
 
+    here = [v for v in listed if v.home is None]
+    elsewhere = [v for v in listed if v.home is not None]
+
     @functools.wraps(fn)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        parent = lifting.current()
-        made: list[lifting.Substitution] = []
+        parent = traced_variables.current()
+        made: list[traced_variables.Substitution] = []
+        taps: dict[Any, Tap] = {}
 
-        def of_values(values: Any) -> Any:
-            held = {v: _as_held(v, x) for v, x in zip(listed, jax.tree.leaves(values), strict=True)}
-            made.append(lifting.Substitution(held, parent))
-            with lifting.lifted(made[-1]):
+        def of_values(values: list[Any], probe: Any) -> Any:
+            held = {v: _as_held(v, x) for v, x in zip(here, values, strict=True)}
+            taps.update((v, Tap(v, probe)) for v in elsewhere)
+            made.append(traced_variables.Substitution(held, parent, taps))
+            with traced_variables.recording(made[-1]):
                 return fn(*args, **kwargs)
 
-        values = jax.tree.map(lambda v: jnp.asarray(v.value()), variables)
-        both = jax.value_and_grad(of_values, has_aux=has_aux)
-        return lifting.tracing(lambda: both(values), lambda: not made[-1].has_written)
+        values = [jnp.asarray(v.value()) for v in here]
+        arguments = (0, 1) if elsewhere else 0
+        both = jax.value_and_grad(of_values, arguments, has_aux=has_aux)
+        result, found = traced_variables.tracing(
+            lambda: both(values, jnp.float32(0)), lambda: not made[-1].has_written
+        )
+        gradients = iter(found[0] if elsewhere else found)
+        return result, jax.tree.map(
+            lambda v: next(gradients) if v.home is None else taps[v].gradient(), variables
+        )
 
     return differentiated
 

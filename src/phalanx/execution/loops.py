@@ -3,8 +3,8 @@
 A Python loop in a function that is traced is unrolled: fifty steps are fifty copies of the step, and
 take minutes to compile. ``for i in px.range(50)`` traces its body once and runs it in a `lax.scan`.
 
-Python gives the body to nobody as a function. So the trace of the body begins when the loop asks for
-its first number and ends when it asks for the second: another thread is inside of JAX's tracing
+Python does not give the body as a function. So the trace of the body begins when the loop asks for
+its first number and ends when it asks for the second: another thread is inside JAX's tracing
 meanwhile, and the thread of the function borrows its trace. What the body writes to variables is what
 the loop carries from one round to the next.
 """
@@ -21,14 +21,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.core import compat, lifting, pulls
-from phalanx.core import context as ctx
-from phalanx.core.arrays import without_mesh
-from phalanx.core.errors import InvalidTypeError
-from phalanx.core.interrupts import start
-from phalanx.core.showing import shown
+from phalanx.core import context as ctx, input_requests, traced_variables
+from phalanx.errors import InvalidTypeError
 from phalanx.execution.program import Result, Stacked, as_held
 from phalanx.execution.running import as_array
+from phalanx.runtime import compat
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.interrupts import start
+from phalanx.runtime.placement import without_mesh
 
 __all__ = ["Range"]
 
@@ -38,7 +38,7 @@ class Range:
 
     Variables carry what the body computes: other names that it assigns must not be used after the loop.
     The body is traced once, with a traced number, and must not leave the loop by ``break`` or
-    ``return``. Outside of compiled functions, and inside of the function that runs on replicas, it is
+    ``return``. Outside compiled functions, and inside the function that runs on replicas, it is
     Python's `range`.
 
     Args:
@@ -74,8 +74,10 @@ class Range:
         return f"px.{self._numbers!r}"
 
     def __iter__(self) -> Iterator[Any]:
-        outer = lifting.current()
-        compiled = outer is not None and type(outer) is lifting.Lifting and compat.is_staging()
+        outer = traced_variables.current()
+        compiled = (
+            outer is not None and type(outer) is traced_variables.VariableTrace and compat.is_staging()
+        )
         if not compiled or len(self._numbers) < 2 or ctx.active_replica() is not None:
             return iter(self._numbers)
         assert outer is not None
@@ -94,7 +96,7 @@ def traced_steps(step: Callable[[], Any], count: int) -> Stacked:
     Returns:
         The arrays of all rounds, stacked, and what makes the result of a round of its arrays.
     """
-    outer = lifting.program()
+    outer = traced_variables.program()
     assert outer is not None
     collected = _Collected()
     for _ in _traced(outer, builtins.range(count), collected):
@@ -116,30 +118,35 @@ class _Collected:
 
 
 def _traced(
-    outer: lifting.Lifting, numbers: builtins.range, collected: _Collected | None = None
+    outer: traced_variables.VariableTrace, numbers: builtins.range, collected: _Collected | None = None
 ) -> Iterator[Any]:
     """Trace the body of a loop once, and add the loop to the program."""
     outer.loops = True
-    variables = outer.known()
+    variables = [v for v in outer.known() if outer.written.get(v) is not traced_variables.UNKNOWN]
     before = [without_mesh(as_array(outer.held(v))) for v in variables]
     body = _Body([compat.shape_of(x) for x in before])
     ended = False
     try:
         with compat.under_trace(body.trace):
             held = {v: as_held(v, x) for v, x in zip(variables, body.arrays, strict=True)}
-            used = lifting.Lifting(held)
+            used = traced_variables.VariableTrace(held)
             round_ = _round(numbers, body.index)
-            with lifting.lifted(used), pulls.looping(len(numbers), round_, collected is not None):
+            with (
+                traced_variables.recording(used),
+                input_requests.looping(len(numbers), round_, collected is not None),
+            ):
                 yield body.index
             ended = True
+            if used.changes or used.asked:
+                raise traced_variables.LoopsElsewhere
             outputs = [as_array(x) for x in used.written.values()]
             results = collected.arrays if collected is not None else []
         closed = body.end([*outputs, *results])
     finally:
         body.leave()
         if not ended:
-            outer.left_early = True  # what the body did is lost; nobody would hear of an error here
-    if any(each.made for each in lifting.enclosing()):
+            outer.left_early = True  # what the body did is lost; an error here would go unheard
+    if any(each.made for each in traced_variables.enclosing()):
         if collected is not None:
             shapes = [(len(numbers), *x.shape) for x in results]
             collected.stacked = [jnp.zeros(s, x.dtype) for s, x in zip(shapes, results, strict=True)]
@@ -181,7 +188,9 @@ def _scan(
     return after, stacked
 
 
-def _join(outer: lifting.Lifting, used: lifting.Lifting, count: int) -> None:
+def _join(
+    outer: traced_variables.VariableTrace, used: traced_variables.VariableTrace, count: int
+) -> None:
     """What was learnt of the body is true of the program around it."""
     outer.device = used.device if used.device is not None else outer.device
     outer.spans_workers |= used.spans_workers

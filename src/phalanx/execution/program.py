@@ -15,48 +15,61 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.core import compat, lifting, phases, transactions
-from phalanx.core.devices import default_device
+from phalanx.core import traced_variables, transactions
 from phalanx.core.distributed_variables import CopiedVariable
-from phalanx.core.errors import ContextError
-from phalanx.core.host_memory import expect_model
-from phalanx.core.padding import CannotJoin, Padded, Shape
+from phalanx.core.padding import Padded, Shape
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
-from phalanx.core.variable_spec import live_variables
 from phalanx.core.variables import Variable
-from phalanx.execution.calls import Call
-from phalanx.execution.meetings import Meeting
+from phalanx.execution.call_arguments import Pattern
 from phalanx.execution.running import Runner, as_array
-from phalanx.execution.staging import explained
 from phalanx.execution.throttle import token
+from phalanx.job.shared_programs import SharedProgram
+from phalanx.runtime import compat
+from phalanx.runtime.devices import default_device
+from phalanx.runtime.host_memory import expect_model
 
 _serials = itertools.count(1)
+
+CHANGED = object()
+"""What `Program.run_again` returns if it could not run."""
 
 
 class Program:
     """A traced function: its variables, its results, and the compiled code."""
 
+    can_loop = True
+    """Whether several steps can be one program; see `run_loop`."""
+
+    pattern: Pattern | None = None
+    """What calls of this program look like."""
+
     def __init__(
         self,
         closed: Any,
         variables: list[Variable],
-        used: lifting.Lifting,
+        used: traced_variables.VariableTrace,
         result: Result,
         name: str,
     ) -> None:
         self.jaxpr = closed.jaxpr
         self.name = name
         self._result = result
-        # What is read is not always needed: a run takes in all variables of its strategy that are
+        # Some variables are read and not needed: a run takes in all variables of its strategy that are
         # synchronized on read. The program must not end with them.
         pruned, needed = compat.without_unused(closed)
         position = {v: i for i, v in enumerate(variables)}
-        new = list(used.written)
         old = [v for v in used.read if v not in used.written and needed[position[v]]]
-        # Variables belong to the caller, and hold their strategies: here they are kept by nobody.
-        self._written, self._read = _references(new), _references(old)
+        _spread(used, [*used.written, *old])
+        # Those come last which cannot hold an array of several devices as it is.
+        alone = [used.is_spread and not isinstance(v, CopiedVariable) for v in used.written]
+        order = sorted(range(len(alone)), key=alone.__getitem__)
+        new = [list(used.written)[i] for i in order]
+        # Variables belong to the caller, and hold their strategies: here they are not kept alive.
+        self._written, self._read = references(new), references(old)
         self._needed = [*self._written, *self._read, *result.variables]
+        self._alone = self._needed[alone.count(False) : len(new)]
+        self._besides = [*self._read, *result.variables]
         written, read = [position[v] for v in new], [position[v] for v in old]
         total, spans_workers = len(variables), used.spans_workers
 
@@ -69,7 +82,7 @@ class Program:
             inputs = [x for x, is_needed in zip(inputs, needed, strict=True) if is_needed]
             outputs = compat.eval_jaxpr(pruned, inputs)
             count = len(outputs) - len(written)
-            return (outputs[:count], outputs[count:]), token(spans_workers)
+            return (outputs[:count], [outputs[count + i] for i in order]), token(spans_workers)
 
         def looped(new: list[Any], old: list[Any], stacked: list[Any]) -> Any:
             def body(state: list[Any], arguments: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -79,75 +92,28 @@ class Program:
             state, outputs = jax.lax.scan(body, new, stacked)
             return (outputs, state), token(spans_workers)
 
-        for variable in (*new, *old):
-            if isinstance(variable, CopiedVariable):
-                owner = variable.distribute_strategy
-                devices = owner.extended._span or variable._devices
-                used.spread_over(devices, f"variable {variable.name!r} of {owner!r}")
         self._device = used.device
         self._after_runs = list(used.after_runs)
         can_fail = _calls_python(self.jaxpr) or (
             spans_workers and transactions.protects_variables(jax.default_backend())
         )
         for variable in new:
-            variable._wrap = _wrapper(variable)
-        at_once = [used.is_spread and not isinstance(v, CopiedVariable) for v in new]
+            variable._wrap = wrapper(variable)
         serial = next(_serials)
         self._step, self._loop = (
-            Runner(code, at_once, can_fail, self._meeting_of(used, serial, loops))
+            Runner(code, alone.count(False), can_fail, self._shared_as(used, serial, loops))
             for code, loops in ((program, False), (looped, True))
         )
         expect_model([*new, *old])
 
     def variables(self) -> list[Variable] | None:
         """The variables that the program needs; None if one of them is gone."""
-        found: list[Any] = [reference() for reference in self._needed]
-        # Variables have an == of their own, so `None in found` would compute.
-        return None if any(map(operator.is_, found, itertools.repeat(None))) else found
+        return _alive(self._needed)
 
-    @staticmethod
-    def trace(fn: Callable[..., Any], call: Call, name: str) -> Program | list[Variable]:
-        """Trace a function; gives the variables that it made, if it made any.
-
-        They cannot be inputs of the program that makes them, so it must be traced again. Whoever runs
-        the program must hold what `variables` returns.
-        """
-        variables = live_variables()
-        box: dict[str, Any] = {}
-
-        def staged(values: list[Any], arrays: list[Any]) -> Any:
-            held = {v: as_held(v, x) for v, x in zip(variables, values, strict=True)}
-            used = lifting.Lifting(held)
-            args, kwargs = call.rebuild(arrays)
-            box["used"] = used
-            with lifting.lifted(used):
-                result = Result(fn(*args, **kwargs))
-            if used.left_early:
-                raise ContextError(
-                    f"{name} left a loop over px.range before its end, by break, return or an "
-                    "exception that it caught. Such a loop is traced once and runs to its end: choose "
-                    "what a round does with jnp.where, or loop over Python's range."
-                )
-            box["result"] = result
-            return result.arrays, [as_array(value) for value in used.written.values()]
-
-        shapes = [_shape_of(v) for v in variables]
-        arguments = [compat.shape_of(x) for x in call.arrays]
-        with phases.phase("trace"), explained():
-            try:
-                closed, _ = lifting.tracing(lambda: compat.jaxpr_and_result(staged, shapes, arguments))
-            except CannotJoin:
-                if box["used"].made:
-                    return list(box["used"].made)
-                raise
-        used: lifting.Lifting = box["used"]
-        if used.loops and any(compat.is_tracer(x) for x in closed.consts):
-            raise ContextError(
-                f"{name} uses a value after a loop over px.range that its body has computed. "
-                "Only variables leave such a loop: assign the value to a px.Variable in the body and "
-                "read it afterwards, or use px.train.loop, which returns all results."
-            )
-        return used.made or Program(closed, variables, used, box["result"], name)
+    @property
+    def overwrites(self) -> bool:
+        """Whether runs overwrite the variables that they write, so that `run_again` is of use."""
+        return not self._step.can_fail and self._step.shared is None
 
     @property
     def leaves_nothing(self) -> bool:
@@ -168,6 +134,33 @@ class Program:
             then: called if the step happens, in the same moment.
         """
         return self._result.rebuild(self._run(self._step, variables, arrays, 1, then))
+
+    def run_again(self, arrays: list[Any], then: Callable[[], None] | None) -> Any:
+        """Run the program as the last time, in a fraction of the time that `run` takes.
+
+        Returns `CHANGED`, and runs nothing, if more has changed since than the arguments.
+
+        Args:
+            arrays: the arguments.
+            then: called if the step happens, in the same moment.
+        """
+        alone, read = _alive(self._alone), _alive(self._besides)
+        if alone is None or read is None:
+            return CHANGED
+        run = self._step.run_again if self._is_here else self._run_again_there
+        outputs = run(alone, read[: len(self._read)], arrays, then)
+        if outputs is None:
+            return CHANGED
+        for after in self._after_runs:
+            after(1)
+        return self._result.rebuild(outputs)
+
+    def _run_again_there(self, *args: Any) -> list[jax.Array] | None:
+        def run() -> list[jax.Array] | None:
+            with jax.default_device(self._device):
+                return self._step.run_again(*args)
+
+        return transactions.leaving_nothing(run)
 
     def run_loop(
         self, variables: list[Variable], columns: list[list[Any]], then: Callable[[], None]
@@ -201,9 +194,9 @@ class Program:
         count = len(self._written)
         return variables[:count], variables[count : count + len(self._read)]
 
-    def _meeting_of(
-        self, used: lifting.Lifting, serial: int, loops: bool
-    ) -> Callable[[list[Any]], Meeting] | None:
+    def _shared_as(
+        self, used: traced_variables.VariableTrace, serial: int, loops: bool
+    ) -> Callable[[list[Any]], SharedProgram] | None:
         """Says what other workers must run too, if they take part."""
         if not used.spans_workers:
             return None
@@ -216,7 +209,7 @@ class Program:
             # one may have collected the garbage that another has not.
             return str(compat.used_part(jaxpr))
 
-        return lambda arrays: Meeting((serial, loops), operation, arrays, content, seconds)
+        return lambda arrays: SharedProgram((serial, loops), operation, arrays, content, seconds)
 
     def lower(self, variables: list[Variable], arrays: list[Any]) -> Any:
         """The lowered program."""
@@ -279,7 +272,26 @@ def _calls_python(jaxpr: Any) -> bool:
     return any(_calls_python(inner) for eqn in jaxpr.eqns for inner in compat.sub_jaxprs(eqn))
 
 
-def _references(variables: Sequence[Variable]) -> list[weakref.ref[Variable]]:
+def _alive(references: Sequence[weakref.ref[Variable]]) -> list[Variable] | None:
+    """Variables, if all of them are still there."""
+    if not references:
+        return []
+    found: list[Any] = [reference() for reference in references]
+    # Variables have an == of their own, so `None in found` would compute.
+    return None if any(map(operator.is_, found, itertools.repeat(None))) else found
+
+
+def _spread(used: traced_variables.VariableTrace, variables: Sequence[Variable]) -> None:
+    """Say that a program runs where its variables are."""
+    for variable in variables:
+        if isinstance(variable, CopiedVariable):
+            owner = variable.distribute_strategy
+            devices = owner.extended._span or variable._devices
+            used.spread_over(devices, f"variable {variable.name!r} of {owner!r}")
+
+
+def references(variables: Sequence[Variable]) -> list[weakref.ref[Variable]]:
+    """References that keep variables no longer alive than their users do."""
     return [weakref.ref(v) for v in variables]
 
 
@@ -293,7 +305,7 @@ def as_held(variable: Variable, x: Any) -> Any:
     return x
 
 
-def _wrapper(variable: Variable) -> Callable[[jax.Array], Any]:
+def wrapper(variable: Variable) -> Callable[[jax.Array], Any]:
     """Makes what a variable holds after a program, around the array that the program returned."""
     value = variable._value
     if isinstance(value, Mirrored | PerReplica) and value.array is not None:
@@ -340,7 +352,8 @@ def _as_it_is(x: jax.Array) -> jax.Array:
     return x
 
 
-def _shape_of(variable: Variable) -> jax.ShapeDtypeStruct:
+def shape_of(variable: Variable) -> jax.ShapeDtypeStruct:
+    """The shape of the array that stands for a variable in programs."""
     value = variable._value
     shape = variable.shape
     if isinstance(value, PerReplica):

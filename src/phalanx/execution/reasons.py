@@ -15,7 +15,11 @@ class Reason:
 
 LOOPS = Reason(
     "it loops over a dataset or an iterator",
-    "Compile the step inside of the loop, or use px.train.loop",
+    "Compile the step inside the loop, or use px.train.loop",
+)
+LOOPS_ELSEWHERE = Reason(
+    "a loop over px.range changes variables on parameter servers, or reads rows of them",
+    "Compile the step inside the loop, or schedule one function for each step",
 )
 ROUNDS = Reason(
     "the elements that a loop over px.range takes differ in shape",

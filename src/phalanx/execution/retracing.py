@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core.showing import shown
-from phalanx.core.values import PerReplica
-from phalanx.execution.calls import Call
+from phalanx.core.values import PerReplica, samples_of
+from phalanx.execution.call_arguments import Call
 from phalanx.execution.captures import Captured
 from phalanx.execution.lifetimes import Table, Whole
+from phalanx.runtime.formatting import array_text, shown
 
 _log = logging.getLogger("phalanx")
 
@@ -191,7 +191,7 @@ def _text(x: Any) -> tuple[str, int]:
     if isinstance(x, Whole):
         return f"an object of {type(x.x).__module__}.{type(x.x).__qualname__}", id(x.x)
     if isinstance(x, PerReplica):
-        return f"components of {', '.join(_form(v) for v in x.samples())}", 0
+        return f"components of {', '.join(_form(v) for v in samples_of(x))}", 0
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return f"an array of {_form(x)}", 0
     equality: Any = type(x).__eq__
@@ -203,4 +203,4 @@ def _text(x: Any) -> tuple[str, int]:
 def _form(x: Any) -> str:
     shape, dtype = np.shape(x), getattr(x, "dtype", type(x).__name__)
     weak = " (weak type)" if getattr(x, "weak_type", False) else ""
-    return f"{dtype}[{','.join(map(str, shape))}]{weak}"
+    return f"{array_text(dtype, shape)}{weak}"

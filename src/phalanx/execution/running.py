@@ -8,14 +8,16 @@ from typing import Any
 
 import jax
 
-from phalanx.core import phases, transactions
-from phalanx.core.arrays import copied
-from phalanx.core.errors import InvalidValueError
-from phalanx.core.interrupts import uninterrupted
+from phalanx.core import transactions
+from phalanx.core.bundles import STATE, Bundle
 from phalanx.core.values import Mirrored, PerReplica
 from phalanx.core.variables import Variable
-from phalanx.execution.meetings import Meeting
+from phalanx.errors import InvalidValueError
 from phalanx.execution.throttle import THROTTLE
+from phalanx.job.shared_programs import SharedProgram
+from phalanx.runtime import activity
+from phalanx.runtime.interrupts import uninterrupted
+from phalanx.runtime.placement import copied
 
 
 class Runner:
@@ -24,23 +26,24 @@ class Runner:
     Args:
         program: what to run: a function of the arrays of the variables that it writes, of those that it
             only reads, and of the arguments.
-        at_once: which of the written variables need their own form of the arrays that they get, because
-            other programs could not take those.
+        bundled: how many of the written variables, the first ones, take the arrays that they get as
+            they are. The others need a form of their own at once, which other programs can take.
         can_fail: whether it may fail after it has begun.
-        meeting: says what other workers must run too, given the arguments, if they take part in it.
+        shared: says what other workers must run too, given the arguments, if they take part in it.
     """
 
     def __init__(
         self,
         program: Callable[..., Any],
-        at_once: Sequence[bool],
+        bundled: int,
         can_fail: bool,
-        meeting: Callable[[list[Any]], Meeting] | None,
+        shared: Callable[[list[Any]], SharedProgram] | None,
     ) -> None:
         self.overwriting = jax.jit(program, donate_argnums=0)
         self.keeping = jax.jit(program)
-        self.can_fail, self.meeting = can_fail, meeting
-        self._at_once = at_once
+        self.can_fail, self.shared = can_fail, shared
+        self._bundled = bundled
+        self._bundle: Bundle | None = None
         self._compiled: set[Any] = set()
 
     def run(
@@ -65,51 +68,115 @@ class Runner:
         if self.overwriting not in self._compiled:
             self._compile(self.overwriting, *_present_inputs(written, read), arrays)
         THROTTLE.make_room()
-        if self.meeting is not None:
-            overwrite = functools.partial(self._overwrite, written, read, arrays, then)
-            return self._overwrite_together(overwrite, self.meeting(arrays), steps)
+        if self._bundle is None:
+            self._bundle = Bundle(written[: self._bundled])
+        inputs = self._bundle, written[: self._bundled], written[self._bundled :], read, arrays
+        if self.shared is not None:
+            overwrite = functools.partial(self._overwrite, *inputs, then)
+            return self._overwrite_together(overwrite, self.shared(arrays), steps)
         if not written:
-            return self._overwrite(written, read, arrays, then)[0]
-        return transactions.STEPS.run(self._overwrite, written, read, arrays, then)[0]
+            return self._overwrite(*inputs, then)[0]
+        return transactions.STEPS.run(self._overwrite, *inputs, then)[0]
+
+    def run_again(
+        self,
+        others: Sequence[Variable],
+        read: Sequence[Variable],
+        arrays: list[Any],
+        then: Callable[[], None] | None,
+    ) -> list[jax.Array] | None:
+        """Start the program as the last time; None if more has changed since than the arguments.
+
+        Args:
+            others: those of the variables that it writes which are not bundled.
+            read: the variables that it reads only.
+            arrays: the arguments.
+            then: called if the step happens, in the same moment.
+        """
+        bundle = self._bundle
+        if bundle is None or not bundle.is_whole or self.shared is not None:
+            return None
+        if transactions.current() is not None:
+            return None
+        THROTTLE.make_room()
+        if not others and not self._bundled:
+            return self._overwrite_again(bundle, others, read, arrays, then)
+        return transactions.STEPS.run(self._overwrite_again, bundle, others, read, arrays, then)
 
     def _compile(self, code: Any, *inputs: Any) -> None:
         """Compile, before anything waits for the program, and where Ctrl-C can end it."""
-        with phases.phase("compile"):
+        with activity.phase("compile"):
             code.lower(*inputs).compile()
         self._compiled.add(code)
 
     def _overwrite(
         self,
-        written: Sequence[Variable],
+        bundle: Bundle,
+        bundled: Sequence[Variable],
+        others: Sequence[Variable],
         read: Sequence[Variable],
         arrays: list[Any],
-        then: Callable[[], None],
+        then: Callable[[], None] | None,
     ) -> tuple[list[jax.Array], jax.Array]:
-        """Run a program that overwrites the variables it writes, and cannot fail once it has begun.
+        """Run a program that overwrites the variables it writes, and cannot fail once it has begun."""
+        with STATE:
+            new = bundle.arrays.copy() if bundle.is_whole else [_own(v) for v in bundled]
+            return self._start(bundle, new, others, read, arrays, then)
+
+    def _overwrite_again(
+        self,
+        bundle: Bundle,
+        others: Sequence[Variable],
+        read: Sequence[Variable],
+        arrays: list[Any],
+        then: Callable[[], None] | None,
+    ) -> list[jax.Array] | None:
+        """The same if nothing has touched the bundled variables since the last time, else None."""
+        with STATE:
+            if not bundle.is_whole:
+                return None
+            return self._start(bundle, bundle.arrays.copy(), others, read, arrays, then)[0]
+
+    def _start(
+        self,
+        bundle: Bundle,
+        new: list[Any],
+        others: Sequence[Variable],
+        read: Sequence[Variable],
+        arrays: list[Any],
+        then: Callable[[], None] | None,
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Start the program. Call it with the state locked, and with signal handlers held back.
 
         Nothing may come between its start, which makes the old arrays useless, and the new ones.
         """
-        with transactions.STATE:
-            new = [_own(v) if v._fresh is None else v._fresh for v in written]
-            old = [_present(v) if v._fresh is None else v._fresh for v in read]
-            (outputs, values), token = THROTTLE.start(self.overwriting, new, old, arrays)
-            for variable, value, at_once in zip(written, values, self._at_once, strict=True):
-                variable._fresh, variable._stored = value, None  # which would keep old arrays
-                if at_once:
-                    _ = variable._value
+        if others:
+            new += [_own(v) for v in others]
+        old = [_present(v) for v in read] if read else []
+        (outputs, values), token = THROTTLE.start(self.overwriting, new, old, arrays)
+        if others:
+            for variable, value in zip(others, values[self._bundled :], strict=True):
+                variable._value = variable._wrap(value)
+                variable._exclusive = True
+            del values[self._bundled :]
+        bundle.give(values)
+        if then is not None:
             then()
         return outputs, token
 
     def _overwrite_together(
-        self, overwrite: Callable[[], tuple[list[jax.Array], jax.Array]], meeting: Meeting, steps: int
+        self,
+        overwrite: Callable[[], tuple[list[jax.Array], jax.Array]],
+        shared: SharedProgram,
+        steps: int,
     ) -> list[jax.Array]:
-        phases.count_steps(steps)
+        activity.count_steps(steps)
 
         def start() -> tuple[list[jax.Array], jax.Array]:
             with uninterrupted():
                 return overwrite()
 
-        return transactions.in_turn(lambda: THROTTLE.in_order(start, meeting)[0])
+        return transactions.in_turn(lambda: THROTTLE.in_order(start, shared)[0])
 
     def _keep(
         self,
@@ -127,15 +194,15 @@ class Runner:
         assert step is not None
         new = [_checked(v, as_array(step.held(v))) for v in written]
         old = [_checked(v, as_array(step.held(v))) for v in read]
-        meeting = None
-        if self.meeting is not None:
+        shared = None
+        if self.shared is not None:
             if self.keeping not in self._compiled:
                 self._compile(self.keeping, new, old, arrays)
-            meeting = self.meeting(arrays)
-            phases.count_steps(steps)
+            shared = self.shared(arrays)
+            activity.count_steps(steps)
         try:
             outputs, values = THROTTLE.dispatch(
-                self.keeping, new, old, arrays, meeting=meeting, wait=self.can_fail
+                self.keeping, new, old, arrays, shared=shared, wait=self.can_fail
             )
         except (ValueError, RuntimeError) as error:
             if _is_interrupt(error):
@@ -164,12 +231,18 @@ def as_array(value: Any) -> Any:
 
 def _present(variable: Variable) -> Any:
     """The array of a variable, for a program. Call it with the state locked."""
+    bundle = variable._bundle
+    if bundle is not None:
+        return bundle.arrays[variable._place]
     x = as_array(variable._value)
     return x if variable._exclusive else _checked(variable, x)
 
 
 def _own(variable: Variable) -> Any:
-    """The same for a program that overwrites it, so that nobody else may have it."""
+    """The same for a program that overwrites it, so that there may be no other reference to it."""
+    bundle = variable._bundle
+    if bundle is not None:
+        return bundle.arrays[variable._place]
     x = as_array(variable._value)
     if variable._exclusive:
         return x

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from phalanx.core import lifting
-from phalanx.core.errors import InvalidArgumentError
+from phalanx.core import traced_variables
 from phalanx.core.padding import CannotJoin
-from phalanx.core.showing import shown
 from phalanx.core.structure import leaves, map_nest
 from phalanx.core.values import PerReplica
+from phalanx.errors import InvalidArgumentError
 from phalanx.execution.compiled import CompiledRun
 from phalanx.execution.uneven import UnevenRun
+from phalanx.runtime.formatting import shown
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
@@ -34,7 +34,7 @@ def run_compiled(
     try:
         return run.add()
     except CannotJoin as reason:
-        if lifting.in_program():
+        if traced_variables.in_program():
             raise  # px.function can run it eagerly
         raise InvalidArgumentError(
             f"Replicas hold different shapes, and {reason}, so jax.jit cannot make one program of the "

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from phalanx.core.errors import InvalidTypeError, StructureMismatchError
-from phalanx.core.showing import shown
 from phalanx.core.structure import merge_nests
 from phalanx.core.tensor_spec import TensorSpec
+from phalanx.errors import InvalidTypeError, StructureMismatchError
+from phalanx.runtime.formatting import shown
 
 
 def fitted(

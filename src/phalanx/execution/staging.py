@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import jax
 
-from phalanx.core.callsite import describe_traceback
-from phalanx.core.errors import ContextError, StagedValueError
+from phalanx.errors import ContextError, StagedValueError
+from phalanx.runtime.call_site import describe_traceback
 
 
 @contextmanager

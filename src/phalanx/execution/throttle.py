@@ -11,7 +11,6 @@ limits memory.
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,7 +18,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from phalanx.execution.meetings import Ledger, Meeting
+from phalanx.job import shared_programs
+from phalanx.job.shared_programs import SharedProgram
 
 T = TypeVar("T")
 
@@ -30,12 +30,10 @@ class Throttle:
     """Dispatches programs that return ``(result, token)``.
 
     The token is a small array that is ready when the program has finished. It is kept here and given
-    to nobody else, so that holding it neither keeps results alive nor breaks when they are donated.
+    to no other code, so that holding it neither keeps results alive nor breaks when they are donated.
     """
 
     def __init__(self, limit: int = MAX_IN_FLIGHT) -> None:
-        self.ledger: Ledger | None = None
-        """Compares programs with other workers, if there are any."""
         self._limit = limit
         # Signal handlers may dispatch programs too, hence locks that a thread can take again.
         self._lock = threading.RLock()
@@ -47,7 +45,7 @@ class Throttle:
         self,
         program: Callable[..., tuple[T, jax.Array]],
         *args: Any,
-        meeting: Meeting | None = None,
+        shared: SharedProgram | None = None,
         wait: bool = False,
     ) -> T:
         """Start a program, first waiting for an old one if too many are in flight.
@@ -55,7 +53,7 @@ class Throttle:
         Args:
             program: what to run.
             args: its arguments.
-            meeting: what other workers must run at the same time, if they take part in it.
+            shared: what other workers must run at the same time, if they take part in it.
             wait: whether to wait until it has finished, and to raise if it has failed.
         """
         self.make_room()
@@ -66,23 +64,24 @@ class Throttle:
             with self._lock:
                 return program(*args)
 
-        result, token = start() if meeting is None else self.in_order(start, meeting)
+        result, token = start() if shared is None else self.in_order(start, shared)
         if wait:
             token.block_until_ready()
         return result
 
     def in_order(
-        self, start: Callable[[], tuple[T, jax.Array]], meeting: Meeting
+        self, start: Callable[[], tuple[T, jax.Array]], shared: SharedProgram
     ) -> tuple[T, jax.Array]:
         """Let a program start in which other workers take part, on all of them in the same order."""
-        if self.ledger is None:
+        ledger = shared_programs.ledger()
+        if ledger is None:
             return start()
         with self._between_workers:
-            with self.ledger.meet(meeting):
+            with ledger.meet(shared):
                 self._keep_order()
                 result, token = start()
             self._latest_between_workers = threading.get_ident(), token
-            self.ledger.begun(token)
+            ledger.begun(token)
             return result, token
 
     def start(self, program: Callable[..., tuple[T, jax.Array]], *args: Any) -> tuple[T, jax.Array]:
@@ -96,9 +95,10 @@ class Throttle:
         """Wait until fewer programs are in flight than there may be."""
         tokens = self._tokens
         while len(tokens) >= self._limit:
-            # Another thread may be quicker; and if the program has failed, its results say so.
-            with contextlib.suppress(IndexError, jax.errors.JaxRuntimeError):
+            try:  # noqa: SIM105 - which takes longer
                 tokens.popleft().block_until_ready()
+            except (IndexError, jax.errors.JaxRuntimeError):
+                pass  # another thread was quicker; or the program has failed, as its results say
 
     def _keep_order(self) -> None:
         """Wait for the latest program between workers if another thread has dispatched it.
@@ -120,7 +120,7 @@ def token(between_workers: bool) -> jax.Array:
     """What a program returns to say that it has finished.
 
     XLA runs programs of fewer than a thousand operations in the thread that calls them, on CPU devices,
-    and a program between workers may have to be left: see `phalanx.execution.awaiting`. So those do a
+    and a program between workers may have to be left: see `phalanx.runtime.awaiting`. So those do a
     little more, of which XLA cannot know the result.
     """
     zero = jnp.int32(0)

@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from phalanx.core import compat, lifting
-from phalanx.core.host_memory import expect_model
+from phalanx.core import traced_variables
 from phalanx.core.padding import CannotJoin, Padded
-from phalanx.core.placement import REPLICA_AXIS
 from phalanx.core.regrouping import regroup
 from phalanx.core.spmd import Shapes, SpmdPerReplica, different_shapes
 from phalanx.core.structure import leaves, replace_leaves
@@ -25,6 +23,9 @@ from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.execution.compiled import SPLIT, WHOLE, CompiledRun, global_array, local_part
 from phalanx.execution.joint import Slot, join
 from phalanx.execution.staging import explained
+from phalanx.runtime import compat
+from phalanx.runtime.host_memory import expect_model
+from phalanx.runtime.placement import REPLICA_AXIS
 
 _MOST_PROGRAMS = 16
 """How many combinations of shapes there may be in one run: compiling takes longer with each."""
@@ -122,8 +123,10 @@ class UnevenRun(CompiledRun):
         self, specs: list[list[Any]], step: Callable[..., Any], variables: list[Any]
     ) -> list[_Traced]:
         """Trace all programs, until each knows what shapes the others have where they exchange some."""
-        programs = [p for p in lifting.enclosing() if not isinstance(p, lifting.Substitution)]
-        outer = programs[0] if programs else lifting.Lifting({})
+        programs = [
+            p for p in traced_variables.enclosing() if not isinstance(p, traced_variables.Substitution)
+        ]
+        outer = programs[0] if programs else traced_variables.VariableTrace({})
         after_runs = list(outer.after_runs)
         guesses: list[list[Any]] = []
         for _ in range(_MOST_ROUNDS):
@@ -160,6 +163,8 @@ class UnevenRun(CompiledRun):
 
         def flat(*values: Any) -> list[Any]:
             outputs, common, mirrored, copied = step(run, values)
+            if run.changes:
+                raise CannotJoin("they change variables on parameter servers")
             taken = {*run._shared, *run._plain}
             others = [i for i in range(len(leaves(run._result))) if i not in taken]
             scalars.update(zip(others, run._scalars, strict=True))

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.core import compat
-from phalanx.core.placement import REPLICA_AXIS
+from phalanx.errors import InvalidValueError
+from phalanx.execution.reasons import Reason, cannot_join
+from phalanx.runtime import compat
+from phalanx.runtime.placement import REPLICA_AXIS
 
 _AGREEING = {"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"}
 _COLLECTIVES = _AGREEING | {"psum_scatter", "reduce_scatter", "all_to_all", "ppermute"}
@@ -36,7 +38,7 @@ def differing_marks(jaxpr: Any) -> tuple[list[str], list[str]]:
     """The labels of the marks that replicas may reach with different values, and other hazards.
 
     A hazard is a collective inside a branch or loop that replicas may not all take: some would
-    wait for ever.
+    wait forever.
     """
     found: list[str] = []
     _outside(jaxpr, found)
@@ -140,3 +142,28 @@ def is_over_replicas(params: dict[str, Any]) -> bool:
     axes = params.get("axes", params.get("axis_name", ()))
     names = axes if isinstance(axes, tuple | list) else (axes,)
     return REPLICA_AXIS in names
+
+
+def why_eager(jaxpr: Any, name: str, is_uneven: bool) -> Reason | None:
+    """Why a program cannot run on replicas that may differ; None if it can.
+
+    Args:
+        jaxpr: the program.
+        name: of the function that it was traced from.
+        is_uneven: whether replicas hold arrays of different shapes.
+    """
+    marks, hazards = differing_marks(jaxpr)
+    if hazards and is_uneven:
+        return cannot_join(f"they communicate inside {hazards[0]} that may differ between them")
+    if hazards:
+        raise InvalidValueError(
+            f"{name} communicates inside {hazards[0]} whose condition may differ between replicas, so "
+            "some would wait for others forever. Communicate outside of it, or make the condition the "
+            "same on all replicas, as with all_reduce."
+        )
+    if marks:
+        return Reason(
+            f"replicas may write different values: {', '.join(marks)}",
+            "Give the variable an aggregation, or all_reduce the value first",
+        )
+    return None

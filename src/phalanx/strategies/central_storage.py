@@ -9,7 +9,12 @@ import jax
 
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps
 from phalanx.core.checks import first_by_name
-from phalanx.core.devices import (
+from phalanx.core.distributed_variables import AggregatingVariable
+from phalanx.core.options import check_dtype
+from phalanx.core.strategy import Strategy
+from phalanx.core.variable_spec import VariableSpec
+from phalanx.core.variables import ResourceVariable, Variable
+from phalanx.runtime.devices import (
     DeviceLike,
     are_left_out,
     default_devices,
@@ -19,11 +24,6 @@ from phalanx.core.devices import (
     resolve_device,
     resolve_devices,
 )
-from phalanx.core.distributed_variables import AggregatingVariable
-from phalanx.core.strategy import Strategy
-from phalanx.core.synchronization import check_dtype
-from phalanx.core.variable_spec import VariableSpec
-from phalanx.core.variables import ResourceVariable, Variable
 from phalanx.strategies.replicated import ReplicatedExtended
 
 

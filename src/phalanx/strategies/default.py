@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
-from phalanx.core import context as ctx
-from phalanx.core import transactions
+from phalanx.core import context as ctx, transactions
 from phalanx.core.checks import check_variable, first_by_name
-from phalanx.core.errors import ContextError
 from phalanx.core.replica_context import ReplicaContext
-from phalanx.core.showing import shown
 from phalanx.core.strategy import Strategy
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import ResourceVariable, Variable
+from phalanx.errors import ContextError
+from phalanx.runtime.formatting import shown
 from phalanx.strategies.input import DistributesInput
 
 if TYPE_CHECKING:
@@ -108,9 +107,7 @@ class _DefaultScope:
         return None
 
 
-def _default_mode() -> ctx.Mode:
+def default_mode() -> ctx.Mode:
+    """The mode outside of every scope."""
     strategy = DefaultStrategy()
     return ctx.Mode(strategy, DefaultReplicaContext(strategy, 0))
-
-
-ctx.register_default(_default_mode)

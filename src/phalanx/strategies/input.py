@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.core import context as ctx
 from phalanx.core.extended import StrategyExtended
-from phalanx.data.distributing import distribute_dataset, distribute_from_function, numpy_dataset
+from phalanx.data.distribute.factory import distribute_dataset, distribute_from_function, numpy_dataset
 
 
 class DistributesInput(StrategyExtended):

@@ -9,22 +9,18 @@ import jax
 
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
 from phalanx.core import context as ctx
-from phalanx.core.devices import (
+from phalanx.core.distributed_variables import CopiedVariable, MirroredVariable, SyncOnReadVariable
+from phalanx.core.options import VariableSynchronization, check_dtype, effective_synchronization
+from phalanx.core.strategy import Strategy
+from phalanx.core.variable_spec import VariableSpec
+from phalanx.core.variables import Variable
+from phalanx.runtime.devices import (
     DeviceLike,
     are_left_out,
     default_devices,
     device_name,
     resolve_devices,
 )
-from phalanx.core.distributed_variables import CopiedVariable, MirroredVariable, SyncOnReadVariable
-from phalanx.core.strategy import Strategy
-from phalanx.core.synchronization import (
-    VariableSynchronization,
-    check_dtype,
-    effective_synchronization,
-)
-from phalanx.core.variable_spec import VariableSpec
-from phalanx.core.variables import Variable
 from phalanx.strategies.replicated import ReplicatedExtended
 
 _log = logging.getLogger("phalanx")
@@ -33,11 +29,11 @@ _log = logging.getLogger("phalanx")
 class MirroredStrategy(Strategy):
     """Synchronous training on several devices of one machine.
 
-    Each device runs one replica on its part of the input. Variables have a copy on every device,
-    which are kept equal by aggregating what replicas write.
+    Each device runs one replica on its part of the input. Variables have a copy on every device.
+    Aggregating what replicas write keeps the copies equal.
 
     Args:
-        devices: device strings or `jax.Device`s; None or an empty list for all accelerators, or
+        devices: device strings or `jax.Device` objects; None or an empty list for all accelerators, or
             all CPU devices where there is no accelerator.
         cross_device_ops: the algorithm for reductions; the default uses XLA's all-reduce.
 

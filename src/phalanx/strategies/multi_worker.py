@@ -12,29 +12,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx.cluster import multi_worker
-from phalanx.cluster.bootstrap import Connection
+from phalanx.cluster import roles
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.tfconfig import TFConfigClusterResolver
-from phalanx.collectives import programs
+from phalanx.collectives import device_programs
 from phalanx.collectives.cross_worker_ops import CrossWorkerOps
-from phalanx.core import compat
-from phalanx.core.devices import default_devices, device_name
-from phalanx.core.errors import DivergenceError, InvalidValueError
 from phalanx.core.options import (
     CommunicationImplementation,
     CommunicationOptions,
     as_communication_options,
 )
-from phalanx.core.placement import Span, place
-from phalanx.core.showing import shown
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import PerReplica
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
+from phalanx.errors import DivergenceError, InvalidValueError
+from phalanx.job.bootstrap import Connection
+from phalanx.job.connection import connect_once
+from phalanx.runtime import compat
+from phalanx.runtime.devices import default_devices, device_name
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.placement import Span, place
 from phalanx.strategies.mirrored import MirroredExtended
-from phalanx.strategies.workers import connect_once
 
 _log = logging.getLogger("phalanx")
 
@@ -83,13 +83,13 @@ class MultiWorkerMirroredStrategy(OldMultiWorkerMirroredStrategy):
     """Synchronous training on the devices of several workers, each a process of its own.
 
     Every worker runs the same program. Each of its devices runs one replica, and variables have a copy
-    on every device of every worker, which are kept equal. Create the strategy at the top of the
-    program: it waits until all workers have come.
+    on every device of every worker; the copies stay equal. Create the strategy at the top of the
+    program: it waits until all workers have joined.
 
     Without a cluster, or with a single worker, it is like `MirroredStrategy`.
 
     Args:
-        cluster_resolver: says who the workers are, and which of them this process is; by default
+        cluster_resolver: finds the workers, and which of them this process is; by default
             the environment variable TF_CONFIG, which `phalanx run` also sets.
         communication_options: how tensors are packed, and how long to wait for other workers.
 
@@ -119,7 +119,7 @@ def _connect(resolver: ClusterResolver, options: CommunicationOptions) -> Connec
     task_type, task_id = resolver.task_type, resolver.task_id
     if not spec or not spec.jobs:
         return None
-    multi_worker.validate_cluster_spec(spec, task_type, task_id)
+    roles.validate_cluster_spec(spec, task_type, task_id)
     if task_type is None or task_id is None:
         raise InvalidValueError(
             "The cluster has several tasks, but the resolver does not say which of them this process "
@@ -130,7 +130,7 @@ def _connect(resolver: ClusterResolver, options: CommunicationOptions) -> Connec
             "MultiWorkerMirroredStrategy has no parameter servers; a task of this strategy is a chief, "
             f"a worker or an evaluator. Received: task_type={shown(task_type)}"
         )
-    if task_type == "evaluator" or multi_worker.worker_count(spec, task_type) == 1:
+    if task_type == "evaluator" or roles.worker_count(spec, task_type) == 1:
         return None
     return connect_once(resolver, options.timeout_seconds)
 
@@ -204,7 +204,7 @@ class MultiWorkerExtended(MirroredExtended):
     def _create_variable(self, spec: VariableSpec) -> Variable:
         def from_chief() -> jax.Array:
             values = [place(spec.value, d) for d in self._devices]
-            value: jax.Array = programs.from_first(values, self._devices, self._span).values[0]
+            value: jax.Array = device_programs.from_first(values, self._devices, self._span).values[0]
             return value
 
         # A thread of its own, because variables may be made while this one traces a program.

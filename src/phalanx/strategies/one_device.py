@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx.core.devices import DeviceLike, resolve_device
 from phalanx.core.strategy import Strategy
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import ResourceVariable, Variable
+from phalanx.runtime.devices import DeviceLike, resolve_device
 from phalanx.strategies.replicated import ReplicatedExtended
 
 

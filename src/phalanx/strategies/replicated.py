@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
-from phalanx.core import compat, lifting
-from phalanx.core.errors import InvalidTypeError
-from phalanx.core.placement import place
-from phalanx.core.showing import shown
+from phalanx.core import traced_variables
 from phalanx.core.structure import leaves
 from phalanx.core.values import check_count
+from phalanx.errors import InvalidTypeError
 from phalanx.execution.compiled import in_compiled_run, run_inlined
 from phalanx.execution.eager import run_replicas
 from phalanx.execution.runs import run_compiled
+from phalanx.runtime import compat
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.placement import place
 from phalanx.strategies.input import DistributesInput
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class ReplicatedExtended(DistributesInput):
     ) -> Any:
         for leaf in leaves((args, kwargs)):
             check_count(leaf, self._num_replicas_in_sync, "Strategy.run")
-        program = lifting.current()
+        program = traced_variables.current()
         everywhere = self._span or self._devices
         if program is not None and self._span is not None:
             program.spans_workers = True
@@ -71,7 +72,7 @@ class ReplicatedExtended(DistributesInput):
         elif in_compiled_run(self._strategy):
             return run_inlined(self._strategy, len(everywhere), fn, tuple(args), kwargs)
         elif compat.is_staging():
-            for outer in lifting.enclosing()[:1]:
+            for outer in traced_variables.enclosing()[:1]:
                 outer.spread_over(everywhere, f"a run of {self._strategy!r}")
             return run_compiled(self._strategy, everywhere, fn, tuple(args), kwargs)
         return run_replicas(self._strategy, self._devices, self._replica_ids, fn, tuple(args), kwargs)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.core.devices import local_devices
-from phalanx.core.errors import NoTPUError, UnsupportedError
-from phalanx.core.showing import shown
 from phalanx.core.strategy import Strategy
+from phalanx.errors import NoTPUError, UnsupportedError
+from phalanx.runtime.devices import local_devices
+from phalanx.runtime.formatting import shown
 from phalanx.strategies.mirrored import MirroredExtended
 
 
 class TPUStrategy(Strategy):
     """Synchronous training on the TPU cores of this process.
 
-    Variables are mirrored as under `MirroredStrategy`. JAX finds TPUs by itself, so no resolver is
-    needed. (Not run on TPU hardware by the project's own tests.)
+    Variables are mirrored as under `MirroredStrategy`. JAX finds TPUs, so you need no resolver. (The
+    project's own tests have not run on TPU hardware.)
 
     Args:
         tpu_cluster_resolver: kept for ported code and available as `cluster_resolver`.

@@ -2,7 +2,7 @@
 
 It is started by its path and imports nothing of Phalanx, so that a worker starts in a tenth of a second
 and only functions that use JAX pay for it. Messages are eight bytes of length and a pickle; they come
-from the parent over a pipe that nobody else has.
+from the parent over a pipe that no other process has.
 """
 
 from __future__ import annotations

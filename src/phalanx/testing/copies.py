@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from phalanx.cluster.launch import guard as guard_program
-from phalanx.cluster.launch.process import Guard
-from phalanx.core.errors import NotFoundError
+from phalanx.errors import NotFoundError
+from phalanx.job.launch import guard as guard_program
+from phalanx.job.launch.worker_process import Guard
 from phalanx.testing import template as program
 
 __all__ = ["Copy", "Template", "find_template"]
@@ -92,7 +92,7 @@ class Template:
 
 
 class Copy:
-    """One copy, which looks like a `phalanx.cluster.launch.process.Process`."""
+    """One copy, which looks like a `phalanx.job.launch.worker_process.Process`."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Copy:
         with self._lock:  # several threads ask
             if self._code is None and not self._closed and self._is_readable(0.0):
                 message = program.receive(self._status)
-                if message is None:  # somebody has ended the template
+                if message is None:  # the template has been ended
                     self.send(signal.SIGKILL)
                 self._code = -signal.SIGKILL if message is None else int(message[0])
             return self._code

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.core.devices import set_cpu_device_count
-from phalanx.core.errors import InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidValueError
+from phalanx.runtime.devices import set_cpu_device_count
+from phalanx.runtime.formatting import shown
 
 
 def logical_devices(n: int) -> None:

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import compat
-from phalanx.core.errors import ContextError, InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.core.options import VariableAggregation, VariableSynchronization
 from phalanx.core.strategy import Strategy
 from phalanx.core.structure import map_nest
-from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
 from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
+from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.execution.function import function
+from phalanx.runtime import compat
+from phalanx.runtime.formatting import shown
 
 Array = np.ndarray[Any, Any]
 

@@ -12,22 +12,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.cluster.hub.facts import Task
-from phalanx.cluster.hub.server import Hub
-from phalanx.cluster.launch.job import members
-from phalanx.cluster.launch.plan import job_tasks, task_environment, tf_config, with_addresses
-from phalanx.cluster.launch.ports import PortReservation
-from phalanx.core.errors import (
+from phalanx.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidValueError,
     WorkerLostError,
 )
-from phalanx.core.showing import shown
+from phalanx.job.hub.descriptions import Task
+from phalanx.job.hub.server import Hub
+from phalanx.job.launch.launcher import members
+from phalanx.job.launch.ports import PortReservation
+from phalanx.job.launch.task_environment import job_tasks, task_environment, tf_config, with_addresses
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.shipping import pack_call
 from phalanx.testing.copies import find_template
 from phalanx.testing.pool import Pool, Worker
 from phalanx.testing.runs import MultiProcessRun, Reply
-from phalanx.testing.shipping import pack_call
 
 __all__ = ["MultiProcess"]
 
@@ -39,13 +39,13 @@ _STACK_SECONDS, _QUIET_SECONDS = 2.0, 0.2
 class MultiProcess:
     """A cluster of real processes on this machine, for tests of code that runs on several workers.
 
-    Each process has its own logical CPU devices and the TF_CONFIG of a real cluster. They wait for
-    functions to run: lambdas, closures and functions of the test's own module can be sent, with what
-    they use of it, and results of any size come back. Other modules are imported by the workers.
+    Each process has its own logical CPU devices and the TF_CONFIG of a real cluster. They run the
+    functions that you send: lambdas, closures and functions of the test's own module, with what they
+    use of it. Results of any size come back. Workers import other modules themselves.
 
-    A worker starts in a tenth of a second, and pays for importing JAX when a function first uses it, so
-    let tests share a cluster. One in which a worker died, or whose hub knows of a failure, is replaced
-    by a new one at the next run.
+    A worker starts in a tenth of a second, and pays for importing JAX when a function first uses it,
+    so let tests share a cluster. If a worker died, or the hub knows of a failure, the next run starts
+    a new cluster.
 
     Args:
         workers: the number of workers.
@@ -118,8 +118,8 @@ class MultiProcess:
 
         The first failure is raised: `px.errors.WorkerFailedError` with the worker's traceback if the
         function raised (its exception is the `__cause__`), `px.errors.WorkerLostError` if the process
-        died, `px.errors.DeadlineExceededError` with the stacks of those who are late. Workers that
-        still run the function then are killed.
+        died, `px.errors.DeadlineExceededError` with the stacks of the late workers. Workers that still
+        run the function are then killed.
         """
         handle = self.start(fn, *args, **kwargs)
         try:
@@ -157,13 +157,13 @@ class MultiProcess:
         self._process(worker).process.send(signal.SIGSTOP)
 
     def cont(self, worker: int) -> None:
-        """Let a frozen worker go on (SIGCONT)."""
+        """Let a frozen worker continue (SIGCONT)."""
         self._process(worker).process.send(signal.SIGCONT)
 
     def restart(self, worker: int) -> None:
         """Replace a worker by a new process, as a cluster manager does.
 
-        If a function is under way, or has ended because this worker died, the new process runs it again
+        If a function is running, or has ended because this worker died, the new process runs it again
         from the start.
         """
         pool = self._open_pool()
@@ -207,7 +207,7 @@ class MultiProcess:
         return self._texts(worker)[1].decode("utf-8", "replace")
 
     def wait_for_output(self, worker: int, text: str, timeout: float = 60.0) -> None:
-        """Wait until a worker has printed a text, to do something when it has come to that point."""
+        """Wait until a worker has printed a text, to act when it has come to that point."""
         self._process(worker)
         self.wait(lambda: text in self.stdout(worker) or not self.alive(worker), timeout)
         if text not in self.stdout(worker):

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.cluster.launch.process import Guard, Process
+from phalanx.job.launch.worker_process import Guard, Process
+from phalanx.runtime.shipping import frame, split_frames
 from phalanx.testing.copies import Copy, Template
-from phalanx.testing.shipping import frame, split_frames
 
 __all__ = ["Pool", "Worker"]
 
@@ -225,7 +225,7 @@ class Pool:
 
     @staticmethod
     def _drain(fd: int, text: bytearray) -> bool:
-        """Read what there is, but not for ever; returns whether the other end is closed."""
+        """Read what there is, but not forever; returns whether the other end is closed."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MOST_READS):
                 data = os.read(fd, _CHUNK)

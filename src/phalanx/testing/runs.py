@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from phalanx.cluster.hub.facts import describe_exit
-from phalanx.core.errors import DeadlineExceededError, WorkerFailedError, WorkerLostError
+from phalanx.errors import DeadlineExceededError, WorkerFailedError, WorkerLostError
+from phalanx.job.hub.descriptions import describe_exit
 
 __all__ = ["MultiProcessRun", "Reply", "WorkerOutcome"]
 
@@ -39,7 +39,7 @@ class WorkerOutcome:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a worker sent, or how it died, as it came; unpacked when somebody asks for it.
+    """What a worker sent, or how it died, as it came; unpacked on demand.
 
     `kind` is value, error or death, and `content` the pickled value, the parts of the error, or the
     exit code.
@@ -82,7 +82,7 @@ def _remote_error(name: str, kind: str, text: str, trace: str, pickled: bytes) -
     return error
 
 
-class Runner(Protocol):
+class RunningCluster(Protocol):
     """What a run needs of its cluster."""
 
     names: list[str]
@@ -97,7 +97,7 @@ class Runner(Protocol):
 class MultiProcessRun:
     """A function that runs on all workers, as `MultiProcess.start` returns it."""
 
-    def __init__(self, cluster: Runner, number: int, call: bytes) -> None:
+    def __init__(self, cluster: RunningCluster, number: int, call: bytes) -> None:
         self._cluster = cluster
         self.number = number
         self.call = call
@@ -118,7 +118,7 @@ class MultiProcessRun:
     def result(self, timeout: float = 60.0) -> list[Any]:
         """What the function returned on each worker; raises the first failure.
 
-        After a failure the others get ten seconds to end too, so that it is known what they say.
+        After a failure the others get ten seconds to end too, so that their errors are known.
         """
         deadline = time.monotonic() + timeout
         while not self.done:

@@ -35,7 +35,9 @@ def main(descriptor: int) -> None:
         path, modules = first[0]
         sys.path[:] = path
         for name in modules:
-            importlib.import_module(name)
+            module = importlib.import_module(name)
+            for public in getattr(module, "__all__", ()):
+                getattr(module, public, None)  # some modules load such names on first use
         gc.freeze()  # so that looking for garbage does not touch, and so copy, all memory
         order = _serve(parent)
     if order is not None:

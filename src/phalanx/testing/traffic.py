@@ -1,6 +1,6 @@
 """How much a compiled step communicates, as the compiler left it.
 
-What is counted is the optimised program, not what was written: XLA merges collectives, removes those
+The counts are those of the optimised program, not of the source: XLA merges collectives, removes those
 of a single device, and adds some where data must be moved.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.execution.function import function
+from phalanx.runtime.formatting import shown
 
 
 @dataclass(frozen=True)

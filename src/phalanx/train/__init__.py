@@ -1,4 +1,4 @@
-"""`px.train`: what training loops need around the step."""
+"""`px.train`: optimizers, metrics, loops and precision for training."""
 
 from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
 from phalanx.data.files.example import (
@@ -10,6 +10,13 @@ from phalanx.data.files.example import (
     Int64List,
 )
 from phalanx.train.accumulate import accumulate_gradients
+from phalanx.train.checkpoint import (
+    Checkpoint,
+    CheckpointStatus,
+    latest_checkpoint,
+    list_variables,
+)
+from phalanx.train.checkpoint_manager import CheckpointManager, checkpoints_iterator
 from phalanx.train.loop import LoopResults, loop
 from phalanx.train.metrics import Accuracy, Mean, Sum
 from phalanx.train.optimizer import Optimizer
@@ -19,6 +26,9 @@ from phalanx.train.snapshot import snapshot
 __all__ = [
     "Accuracy",
     "BytesList",
+    "Checkpoint",
+    "CheckpointManager",
+    "CheckpointStatus",
     "ClusterDef",
     "ClusterSpec",
     "Example",
@@ -35,6 +45,9 @@ __all__ = [
     "ServerDef",
     "Sum",
     "accumulate_gradients",
+    "checkpoints_iterator",
+    "latest_checkpoint",
+    "list_variables",
     "loop",
     "snapshot",
 ]

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from phalanx.core import lifting
-from phalanx.core.errors import InvalidValueError
-from phalanx.core.numbers import check_integer
-from phalanx.core.showing import shown
+from phalanx.core import traced_variables
+from phalanx.errors import InvalidValueError
 from phalanx.execution.gradients import value_and_grad
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.numbers import check_integer
 
 
 def accumulate_gradients(
@@ -50,7 +50,7 @@ def accumulate_gradients(
         return jax.tree.map(jnp.add, total, piece(part)), None
 
     first = piece(jax.tree.map(lambda x: x[0], parts))
-    if lifting.current() is not None:
+    if traced_variables.current() is not None:
         rest = jax.tree.map(lambda x: x[1:], parts)
         total: tuple[jax.Array, Any] = lax.scan(add, first, rest)[0]
         return total

@@ -8,12 +8,12 @@ from typing import Any, overload
 
 import jax
 
-from phalanx.core import lifting, pulls
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.core import input_requests, traced_variables
+from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.execution.function import Function
+from phalanx.execution.iterator_inputs import Taken, give_back
 from phalanx.execution.loops import traced_steps
-from phalanx.execution.taking import Taken, give_back
+from phalanx.runtime.formatting import shown
 
 
 @jax.tree_util.register_pytree_node_class
@@ -98,8 +98,8 @@ def loop(step: Function, iterator: Iterator[Any], steps: int) -> LoopResults:
         raise InvalidTypeError(
             f"loop takes elements from an iterator, such as iter(dataset). Received: {shown(iterator)}"
         )
-    if lifting.in_program():
-        if pulls.is_input(iterator) and steps > 1:
+    if traced_variables.in_program():
+        if input_requests.is_input(iterator) and steps > 1:
             return LoopResults(steps, *traced_steps(lambda: step(*_arguments(next(iterator))), steps))
         results = [step(*_arguments(x)) for x in itertools.islice(iterator, steps)]
         return LoopResults(len(results), results)
@@ -136,7 +136,7 @@ class _Elements:
         self._used = 0
 
     def take(self, count: int) -> list[Any]:
-        if not pulls.is_input(self._iterator):
+        if not input_requests.is_input(self._iterator):
             return list(itertools.islice(self._iterator, count))
         for _ in range(count):
             self._taken.append(Taken())

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.core import compat, lifting, transactions
-from phalanx.core.errors import InvalidTypeError, InvalidValueError, PhalanxError
-from phalanx.core.showing import shown
-from phalanx.core.synchronization import VariableAggregation, VariableSynchronization
+from phalanx.core import traced_variables, transactions
+from phalanx.core.options import VariableAggregation, VariableSynchronization
 from phalanx.core.variables import Variable
+from phalanx.errors import InvalidTypeError, InvalidValueError, PhalanxError
+from phalanx.runtime import compat
+from phalanx.runtime.formatting import shown
 
 
 def _total(name: str) -> Variable:
@@ -110,7 +111,7 @@ class Mean(Sum):
         def read() -> tuple[jax.Array, jax.Array]:
             return self._sum.value(), self._count.value()
 
-        inside = lifting.in_program() or transactions.current() is not None
+        inside = traced_variables.in_program() or transactions.current() is not None
         total, count = read() if inside else transactions.between_steps(self.variables, read)
         return jnp.where(count == 0, 0.0, total / jnp.where(count == 0, 1.0, count))
 

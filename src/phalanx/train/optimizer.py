@@ -10,24 +10,26 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from phalanx.core import context as ctx
-from phalanx.core import transactions
-from phalanx.core.errors import (
+from phalanx.core import context as ctx, transactions
+from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.options import VariableAggregation
+from phalanx.core.reduction import ReduceOp
+from phalanx.core.replica_context import MergePoint, ReplicaContext, meet
+from phalanx.core.strategy import Strategy
+from phalanx.core.values import DistributedValues, Mirrored
+from phalanx.core.variables import Variable
+from phalanx.errors import (
     ContextError,
     InvalidTypeError,
     InvalidValueError,
     NoReplicaContextError,
+    UnsupportedError,
 )
-from phalanx.core.indexed_slices import IndexedSlices
-from phalanx.core.reduction import ReduceOp
-from phalanx.core.replica_context import MergePoint
-from phalanx.core.showing import shown
-from phalanx.core.strategy import Strategy
-from phalanx.core.synchronization import VariableAggregation
-from phalanx.core.values import DistributedValues, Mirrored
-from phalanx.core.variables import Variable
 from phalanx.execution.gradients import value_and_grad
+from phalanx.runtime.formatting import shown
+from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.train.precision import LossScale
+from phalanx.train.server_updates import ServerUpdates
 
 _AGGREGATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN, None: None}
 
@@ -35,9 +37,10 @@ _AGGREGATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN, None: None}
 class Optimizer:
     """Applies gradients to variables with an optax transformation.
 
-    Gradients of all replicas are combined once, then one update is made, the same on every copy. The
+    It combines the gradients of all replicas once, then makes one update, the same on every copy. The
     transformation sees all gradients together, so global-norm clipping and schedules work as in plain
-    optax.
+    optax. Under `px.ParameterServerStrategy` it pushes gradients, and the servers apply the
+    transformation to one variable after the other. A sparse gradient changes its rows only.
 
     Args:
         transform: an `optax.GradientTransformation`.
@@ -84,11 +87,27 @@ class Optimizer:
         self._variables: list[Variable] = []
         self._state: Any = None
         self._iterations: Variable | None = None
+        self._compile()
+        self._servers: ServerUpdates | None = None
+        strategy = ctx.get_strategy()
+        if isinstance(strategy, ParameterServerStrategy):
+            self._build_on_servers(strategy)
+
+    def _compile(self) -> None:
         self._update = jax.jit(self._update_values)
         self._update_scaled = jax.jit(self._update_scaled_values)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_update", "_update_scaled")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._compile()
+
     def __repr__(self) -> str:
         of = f"of {len(self._variables)} variables" if self._iterations is not None else "without state"
+        if self._servers is not None:
+            of = "on parameter servers"
         return f"<px.train.Optimizer {of}>"
 
     # -- state -----------------------------------------------------------------------------------
@@ -105,7 +124,10 @@ class Optimizer:
 
     @property
     def variables(self) -> list[Variable]:
-        """The optimizer's own variables: the number of updates, then the transformation's state."""
+        """The optimizer's own variables: the number of updates, then the transformation's state.
+
+        Parameter servers keep that state themselves, beside the variables.
+        """
         return [self.iterations, *(v for v in jax.tree.leaves(self._state) if isinstance(v, Variable))]
 
     def build(self, variables: Sequence[Variable]) -> None:
@@ -114,6 +136,9 @@ class Optimizer:
         if self._iterations is not None:
             return
         strategy = listed[0].distribute_strategy or ctx.default_mode().strategy
+        if isinstance(strategy, ParameterServerStrategy):
+            self._build_on_servers(strategy)
+            return
         mode = ctx.default_mode() if strategy is ctx.default_mode().strategy else ctx.Mode(strategy)
         with ctx.push(mode), jax.ensure_compile_time_eval():
             values = [jnp.asarray(_present_value(v)) for v in listed]
@@ -131,6 +156,15 @@ class Optimizer:
             if self.loss_scale is not None:
                 self.loss_scale.build()
         self._variables = listed
+
+    def _build_on_servers(self, strategy: ParameterServerStrategy) -> None:
+        if self.loss_scale is not None:
+            raise UnsupportedError(
+                "A loss scale changes with all gradients of a step, which parameter servers do not see "
+                f"together. Use bfloat16, which needs none. Received: {shown(self.loss_scale)}"
+            )
+        self._servers = ServerUpdates(self.transform, strategy)
+        self._iterations = self._servers.iterations
 
     # -- the usual way: variables --------------------------------------------------------------------
 
@@ -154,23 +188,56 @@ class Optimizer:
                 "given to Strategy.run, not in the strategy's scope."
             )
         strategy = context.strategy
+        gradients = tuple(g for g, _ in pairs)
+        if isinstance(variables[0].distribute_strategy, ParameterServerStrategy):
+            self._push(context, variables[0].distribute_strategy, variables, gradients)
+            return
         self._check_place(strategy, variables)
         for v in variables:
             strategy.extended._require_own(v, "apply_gradients")
         if self._iterations is None:
-            context.meet(
-                MergePoint("creation of optimizer state", lambda _: self.build(variables), (), {})
+            meet(
+                context,
+                MergePoint("creation of optimizer state", lambda _: self.build(variables), (), {}),
             )
         self._check_known(variables)
 
         def apply(strategy: Strategy, *gradients: Any) -> None:
             transactions.atomically(self._apply, strategy, variables, gradients)
 
-        names = ", ".join(v.name for v in variables[:3])
-        gradients = tuple(g for g, _ in pairs)
-        context.meet(
-            MergePoint(f"apply_gradients of {len(pairs)} variables ({names})", apply, gradients, {})
-        )
+        meet(context, MergePoint(_described(variables), apply, gradients, {}))
+
+    def _push(
+        self,
+        context: ReplicaContext,
+        strategy: ParameterServerStrategy,
+        variables: list[Variable],
+        gradients: Any,
+    ) -> None:
+        """Send gradients to parameter servers, which apply them."""
+        for v in variables:
+            strategy.extended._require_own(v, "apply_gradients")
+        if self._servers is None:
+            self._build_on_servers(strategy)
+        servers = self._servers
+        assert servers is not None
+        if servers.strategy is not strategy:
+            raise InvalidValueError(
+                "The optimizer belongs to the parameter servers of another strategy. Make one in the "
+                f"scope of this one. Received: variables of {strategy!r}"
+            )
+        if context.strategy is not strategy or context.num_replicas_in_sync == 1:
+            servers.apply(variables, gradients)
+            return
+
+        def apply(strategy: Strategy, *gradients: Any) -> None:
+            device = strategy.extended.worker_devices[0]
+            if self._op is not None:
+                pairs = [(g, device) for g in gradients]
+                gradients = tuple(strategy.extended.batch_reduce_to(self._op, pairs))
+            servers.apply(variables, gradients)
+
+        meet(context, MergePoint(_described(variables), apply, gradients, {}))
 
     def minimize(self, loss: Callable[[], Any], variables: Sequence[Variable]) -> Any:
         """Differentiate `loss` with respect to variables and apply the gradients; returns the loss."""
@@ -276,7 +343,7 @@ class Optimizer:
     def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """Combine gradients over replicas and transform them; as optax, and without variables.
 
-        In replica context gradients are combined first; elsewhere they are taken as they are.
+        In replica context it combines the gradients first; elsewhere it takes them as they are.
 
         Returns:
             The updates, for `optax.apply_updates`, and the new state.
@@ -285,6 +352,11 @@ class Optimizer:
         if context is not None and self._op is not None:
             grads = context.all_reduce(self._op, grads)
         return self.transform.update(grads, state, params)
+
+
+def _described(variables: list[Variable]) -> str:
+    names = ", ".join(v.name for v in variables[:3])
+    return f"apply_gradients of {len(variables)} variables ({names})"
 
 
 def _present_value(variable: Variable) -> jax.Array:

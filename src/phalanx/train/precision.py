@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import lifting
-from phalanx.core.errors import ContextError, InvalidValueError
-from phalanx.core.numbers import check_integer, check_number
-from phalanx.core.showing import shown
-from phalanx.core.synchronization import VariableAggregation
+from phalanx.core import traced_variables
+from phalanx.core.options import VariableAggregation
 from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
+from phalanx.errors import ContextError, InvalidValueError
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.numbers import check_integer, check_number
 
 _log = logging.getLogger("phalanx")
 
@@ -95,8 +95,8 @@ LONG_RUN = 100
 class LossScale:
     """Multiplies losses so that small float16 gradients do not vanish, and adapts the factor.
 
-    Give it to an `Optimizer`. After a step whose gradients are not all finite, no variable changes
-    and the scale is divided by `factor`, down to 1 (or `initial`, if that is less); after
+    Pass it to an `Optimizer`. After a step whose gradients are not all finite, no variable changes and
+    the scale is divided by `factor`, down to 1 (or `initial`, if that is less); after
     `growth_interval` good steps in a row it is multiplied by it, up to the largest power of two in
     float32. If a hundred updates in a row are skipped, the logger "phalanx" says so once.
 
@@ -171,7 +171,7 @@ class LossScale:
             if scale is not None:
                 scale._look(updates)
 
-        lifting.after_each_run(look)
+        traced_variables.after_each_run(look)
 
     def _look(self, updates: int) -> None:
         """Warn once of a long run of skipped updates. Looking waits for the device, so it is rare."""

@@ -6,18 +6,19 @@ from typing import Any
 
 import jax
 
-from phalanx.core import compat, transactions
-from phalanx.core.errors import ContextError, InvalidTypeError
-from phalanx.core.showing import shown
+from phalanx.core import transactions
 from phalanx.core.variables import Variable
+from phalanx.errors import ContextError, InvalidTypeError
+from phalanx.runtime import compat
+from phalanx.runtime.formatting import shown
 
 
 def snapshot(variables: Any) -> Any:
     """The values of variables as they were after one and the same step.
 
     While another thread trains, reading variables one after the other gives values of different steps.
-    This function never does. It neither waits for the step that is going on nor holds it up, and sees
-    nothing of it: inside of a step it gives the values from before.
+    This function never does. It neither waits for a running step nor delays it, and sees nothing of
+    it: inside a step it gives the values from before.
 
     Args:
         variables: a nest of variables, as for a checkpoint. Other leaves are returned as they are.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import google_crc32c
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from phalanx.data.files import crc32c
 

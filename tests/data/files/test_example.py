@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import phalanx as px
-from phalanx.data.files import wire
+from phalanx.data.files import example_wire as wire
+from phalanx.runtime.protobuf_wire import Malformed
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False)
@@ -226,7 +226,7 @@ def similar_messages(draw: st.DrawFn) -> list[bytes]:
 def scanned(message: bytes) -> Any:
     try:
         return wire.scan(message)
-    except wire.Malformed:
+    except Malformed:
         return None
 
 
@@ -235,7 +235,7 @@ def scanned(message: bytes) -> Any:
 def test_messages_of_one_layout_are_scanned_once(messages: list[bytes]) -> None:
     expected = [scanned(message) for message in messages]
     if None in expected:
-        with pytest.raises(wire.Malformed) as error:
+        with pytest.raises(Malformed) as error:
             wire.scan_all(messages)
         assert expected[error.value.record] is None
     else:
@@ -260,6 +260,6 @@ def test_a_number_without_an_end_is_found_among_similar_messages() -> None:
     example.features.feature["i"].int64_list.value.extend([1, 2])
     good = example.SerializeToString()
     assert good[-1] == 2
-    with pytest.raises(wire.Malformed, match="ends in the middle of one") as error:
+    with pytest.raises(Malformed, match="ends in the middle of one") as error:
         wire.scan_all([good] * 6 + [good[:-1] + b"\x82"])
     assert error.value.record == 6

@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import phalanx as px
 from phalanx.data.files.parquet import columns_of
-from phalanx.data.node import Run, open_plan
+from phalanx.data.plan.cursors import Run
+from phalanx.data.plan.opening import open_plan
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from phalanx.cluster.resolvers.kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
 )
+from phalanx.cluster.resolvers.ray import RayClusterResolver
 from phalanx.cluster.resolvers.sagemaker import SageMakerClusterResolver
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx.cluster.resolvers.slurm import SlurmClusterResolver
@@ -22,6 +23,7 @@ __all__ = [
     "GCEClusterResolver",
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",
+    "RayClusterResolver",
     "SageMakerClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.cluster.spec import ClusterSpec
 
-__all__ = ["ClusterResolver", "local_accelerators", "master_url"]
+__all__ = ["ClusterResolver", "FoundTasksResolver", "local_accelerators", "master_url"]
 
 
 def master_url(address: str, rpc_layer: str | None) -> str:
@@ -56,6 +56,7 @@ class ClusterResolver(abc.ABC):
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _environment: str | None = ""
 
     def __repr__(self) -> str:
         task = "" if self._task_type is None else f" of {self._task_type} {self._task_id}"
@@ -98,7 +99,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_type(self) -> str | None:
         """The job that this process belongs to, such as 'worker'; None if it is not known."""
-        return self._task_type
+        return self._found_type() if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -107,28 +108,48 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """The index of this process in its job; None if it is not known."""
-        return self._task_id
+        return self._found_id() if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
         self._task_id = task_id
 
     @property
-    def environment(self) -> str | None:
-        """A name for the surroundings the program runs in; '' if there is nothing to say."""
-        return ""
-
-    @property
     def rpc_layer(self) -> str | None:
         """The protocol between tasks, such as 'grpc'; None if it is not known."""
-        return self._rpc_layer
+        return self._found_rpc_layer() if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
 
-    def _task_url(self, task_type: str | None, task_id: int | None, rpc_layer: str | None) -> str:
-        """The address of the given task, or else of this one; '' if this one is not known either."""
+    @property
+    def environment(self) -> str | None:
+        """A name for the surroundings the program runs in; '' if there is nothing to say."""
+        return self._environment
+
+    # What the surroundings say where nothing was set.
+
+    def _found_type(self) -> str | None:
+        return None
+
+    def _found_id(self) -> int | None:
+        return None
+
+    def _found_rpc_layer(self) -> str | None:
+        return None
+
+
+class FoundTasksResolver(ClusterResolver):
+    """Base of resolvers that look up the addresses of all tasks, and know no other master."""
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of a task, by default this process's; '' if that is not known."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:

@@ -7,8 +7,8 @@ import os
 import urllib.request
 from typing import Any
 
-from phalanx.core.errors import ClusterEnvironmentError, MissingPackageError
-from phalanx.core.showing import shown
+from phalanx.errors import ClusterEnvironmentError, MissingPackageError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["google_metadata", "google_service", "optional_module"]
 

@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 from phalanx.cluster.tasks import task_index
-from phalanx.core.errors import ClusterEnvironmentError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import ClusterEnvironmentError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["InvalidJsonError", "json_variable", "number_variable", "variable"]
 

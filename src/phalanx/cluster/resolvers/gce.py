@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.cluster import tasks
-from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.base import FoundTasksResolver
 from phalanx.cluster.resolvers.clients import google_service
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.core.errors import ClusterEnvironmentError, UnsupportedError
-from phalanx.core.showing import shown
+from phalanx.errors import ClusterEnvironmentError, UnsupportedError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["GCEClusterResolver"]
 
 
-class GCEClusterResolver(ClusterResolver):
+class GCEClusterResolver(FoundTasksResolver):
     """Describes the running instances of an instance group; all of them have one job.
 
-    The instances are asked for at each call. Tasks are numbered in the order of their addresses as
-    text. Which of them this process is has to be said with `task_id`.
+    The resolver looks the instances up at each call. Tasks are numbered in the order of their
+    addresses as text. Say with `task_id` which of them this process is.
 
     Args:
         project: the project of the instance group.
@@ -61,15 +61,6 @@ class GCEClusterResolver(ClusterResolver):
         """Returns the instances that are running now."""
         addresses = sorted(f"{self._address(name)}:{self._port}" for name in self._running())
         return ClusterSpec({self._task_type: addresses})
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Returns the address of a task, by default this process's."""
-        return self._task_url(task_type, task_id, rpc_layer)
 
     @property
     def task_type(self) -> str | None:

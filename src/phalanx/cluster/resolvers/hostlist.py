@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phalanx.core.errors import InvalidValueError
-from phalanx.core.numbers import parse_digits
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidValueError
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.numbers import parse_digits
 
 __all__ = ["MOST_TASKS", "deal_tasks", "expand_hostlist", "expand_tasks_per_node"]
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.base import FoundTasksResolver
 from phalanx.cluster.resolvers.clients import optional_module
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tasks import port, text
-from phalanx.core.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
 
@@ -26,14 +26,14 @@ class KubernetesExecutableLocation(enum.Enum):
     """Elsewhere: the file that `kubectl` uses is used."""
 
 
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(FoundTasksResolver):
     """Describes the pods that match label selectors.
 
-    The pods are asked for at each call, and all of them must be running. The tasks of a job are the
-    pods of its first selector, then of the next, each in the order of their names. Numbers in names
-    count as numbers, so that the task index is the index of an indexed Job or a StatefulSet.
+    The resolver looks the pods up at each call, and all of them must be running. The tasks of a job
+    are the pods of its first selector, then of the next, each in the order of their names. Numbers in
+    names count as numbers, so that the task index is the index of an indexed Job or a StatefulSet.
 
-    Which pod this process is in has to be said: set `task_type` and `task_id`.
+    It cannot find the pod of this process: set `task_type` and `task_id`.
 
     >>> from types import SimpleNamespace as Object
     >>> def pod(name, address):
@@ -90,15 +90,6 @@ class KubernetesClusterResolver(ClusterResolver):
                 for job, selectors in self._selectors.items()
             }
         )
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Returns the address of a task, by default this process's; '' if that is not known."""
-        return self._task_url(task_type, task_id, rpc_layer)
 
     def _pods(self, selector: str) -> list[Any]:
         if self._namespace is None:

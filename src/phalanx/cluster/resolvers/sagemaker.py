@@ -10,8 +10,8 @@ from phalanx.cluster.resolvers.base import ClusterResolver, master_url
 from phalanx.cluster.resolvers.environment import json_variable, number_variable, variable
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tasks import task_index
-from phalanx.core.errors import InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidValueError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["SageMakerClusterResolver"]
 
@@ -90,29 +90,19 @@ class SageMakerClusterResolver(ClusterResolver):
         return {"GPU": count} if count else {}
 
     @property
-    def task_type(self) -> str | None:
-        """The job of this process: 'worker', unless it was set."""
-        if self._task_type is None:
-            return _JOB if _hosts()[0] else None
-        return self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
     def task_id(self) -> int | None:
         """The position of this host among the hosts, unless it was set."""
-        return _hosts()[1] if self._task_id is None else self._task_id
+        return super().task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
         self._task_id = None if task_id is None else task_index(task_id, "`task_id`")
 
-    @property
-    def environment(self) -> str | None:
-        """The environment that the resolver was made with."""
-        return self._environment
+    def _found_type(self) -> str | None:
+        return _JOB if _hosts()[0] else None
+
+    def _found_id(self) -> int | None:
+        return _hosts()[1]
 
 
 def _hosts() -> tuple[list[str], int | None]:

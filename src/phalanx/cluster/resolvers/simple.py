@@ -7,8 +7,8 @@ from typing import Any
 
 from phalanx.cluster.resolvers.base import ClusterResolver, master_url
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.core.errors import InvalidTypeError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidTypeError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["SimpleClusterResolver"]
 
@@ -90,8 +90,3 @@ class SimpleClusterResolver(ClusterResolver):
         if self._num_accelerators is None:
             return super().num_accelerators(task_type, task_id, config_proto)
         return self._num_accelerators
-
-    @property
-    def environment(self) -> str:
-        """The environment that the resolver was made with."""
-        return self._environment

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.cluster.resolvers.base import FoundTasksResolver
 from phalanx.cluster.resolvers.environment import number_variable, variable
 from phalanx.cluster.resolvers.hostlist import (
     MOST_TASKS,
@@ -20,8 +20,8 @@ from phalanx.cluster.resolvers.hostlist import (
 )
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tasks import port, task_index
-from phalanx.core.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["SlurmClusterResolver"]
 
@@ -30,7 +30,7 @@ _NVIDIA_SMI_SECONDS = 30
 _MOST_GPUS = 4096
 
 
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(FoundTasksResolver):
     """Describes the tasks of the Slurm job step that this process belongs to.
 
     Rank and hosts come from SLURM_PROCID, SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE and
@@ -113,15 +113,6 @@ class SlurmClusterResolver(ClusterResolver):
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Returns `task_type` and `task_id`; both are None for a task that belongs to no job."""
         return self.task_type, self.task_id
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Returns the address of a task, by default this process's."""
-        return self._task_url(task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self,

@@ -17,8 +17,8 @@ from phalanx.cluster.resolvers.base import ClusterResolver, master_url
 from phalanx.cluster.resolvers.environment import json_variable
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tasks import task_index
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["TFConfigClusterResolver"]
 
@@ -107,38 +107,22 @@ class TFConfigClusterResolver(ClusterResolver):
         return master_url(address, self.rpc_layer if rpc_layer is None else rpc_layer)
 
     @property
-    def task_type(self) -> str | None:
-        """The job of this process, from the key 'task.type' unless it was set."""
-        return _task_type(_read_config()) if self._task_type is None else self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
     def task_id(self) -> int | None:
         """The index of this process in its job, from the key 'task.index' unless it was set."""
-        return _task_id(_read_config()) if self._task_id is None else self._task_id
+        return super().task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
         self._task_id = None if task_id is None else task_index(task_id, "`task_id`")
 
-    @property
-    def rpc_layer(self) -> str | None:
-        """The protocol between tasks, from the key 'rpc_layer' unless it was set."""
-        if self._rpc_layer is None:
-            return _optional_text(_read_config(), "rpc_layer")
-        return self._rpc_layer
+    def _found_type(self) -> str | None:
+        return _task_type(_read_config())
 
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _found_id(self) -> int | None:
+        return _task_id(_read_config())
 
-    @property
-    def environment(self) -> str | None:
-        """The environment that the resolver was made with; TF_CONFIG has no say in it."""
-        return self._environment
+    def _found_rpc_layer(self) -> str | None:
+        return _optional_text(_read_config(), "rpc_layer")
 
 
 def _read_config() -> dict[str, Any]:
@@ -159,7 +143,7 @@ _MEANT = {
     "task.type": ("task_type", "job", "job_name", "role", "name"),
     "task.index": ("task_index", "task_id", "id", "idx", "rank"),
 }
-"""Keys that people write for others, which then are missing: nobody would notice."""
+"""Keys that people write for others, which then are missing, and that would go unnoticed."""
 
 
 def _check_spelling(values: dict[str, Any], key: str) -> None:

@@ -12,8 +12,8 @@ from phalanx.cluster.resolvers.base import ClusterResolver, local_accelerators, 
 from phalanx.cluster.resolvers.clients import google_metadata, google_service
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tasks import text
-from phalanx.core.errors import InvalidValueError, NotFoundError, UnsupportedError
-from phalanx.core.showing import shown
+from phalanx.errors import InvalidValueError, NotFoundError, UnsupportedError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["TPUClusterResolver", "TPUSystemMetadata"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from phalanx.cluster.resolvers.environment import json_variable
 from phalanx.cluster.tasks import port, task_index
-from phalanx.core.errors import ClusterEnvironmentError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import ClusterEnvironmentError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 __all__ = [
     "endpoints_of_node",

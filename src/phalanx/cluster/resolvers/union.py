@@ -6,8 +6,8 @@ from typing import Any
 
 from phalanx.cluster.resolvers.base import ClusterResolver, master_url
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.core.errors import DuplicateTaskError, InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
+from phalanx.errors import DuplicateTaskError, InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 __all__ = ["UnionClusterResolver", "UnionResolver"]
 
@@ -87,23 +87,11 @@ class UnionClusterResolver(ClusterResolver):
         """Returns what the first resolver answers."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process, from the first resolver unless it was set."""
-        return self._resolvers[0].task_type if self._task_type is None else self._task_type
+    def _found_type(self) -> str | None:
+        return self._resolvers[0].task_type
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job, from the first resolver unless it was set."""
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _found_id(self) -> int | None:
+        return self._resolvers[0].task_id
 
     @property
     def rpc_layer(self) -> str | None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import InvalidArgumentError, InvalidValueError, OpError
-from phalanx.core.showing import shown
 from phalanx.core.tensor_spec import TensorSpec
-from phalanx.data.columns import Chunk
-from phalanx.data.files.plain import LineReader, strings
+from phalanx.data.files.readers import LineReader, strings
 from phalanx.data.files.streams import too_large
-from phalanx.data.node import UNKNOWN
+from phalanx.data.plan.columns import Chunk
+from phalanx.data.plan.nodes import UNKNOWN
+from phalanx.errors import InvalidArgumentError, InvalidValueError, OpError
+from phalanx.runtime.formatting import shown
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -159,7 +159,7 @@ def parse_column(index: int, texts: list[bytes], column: CsvColumn, na: bytes) -
 def _numbers(index: int, texts: list[bytes], column: CsvColumn) -> Array:
     parse = _PARSERS[column.dtype]
     try:
-        if b"_" in b"".join(texts):  # Python reads 1_000, nobody else does
+        if b"_" in b"".join(texts):  # Python reads 1_000, TensorFlow does not
             raise ValueError
         parsed = [parse(text) for text in texts]
         if column.dtype.kind == "f":

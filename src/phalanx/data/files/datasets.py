@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from phalanx.core.errors import InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
-from phalanx.data import checks
 from phalanx.data.dataset import Dataset
 from phalanx.data.files import source as files
 from phalanx.data.files.csv import CsvFormat, as_column
 from phalanx.data.files.parquet import parquet_format
-from phalanx.data.files.plain import BytesFormat
+from phalanx.data.files.readers import BytesFormat
 from phalanx.data.files.streams import BUFFER_BYTES, MOST_BYTES, check_compression
+from phalanx.data.plan import argument_checks as checks
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 
 def _buffer(buffer_size: Any) -> int:
@@ -29,7 +29,27 @@ def _most(max_record_bytes: Any, compression: str) -> int | None:
     return checks.integer(max_record_bytes, "max_record_bytes", 1)
 
 
-class TFRecordDataset(Dataset):
+class _BytesDataset(Dataset):
+    """The byte strings of files, of the kind that a subclass says."""
+
+    _kind: ClassVar[str]
+
+    def __init__(
+        self,
+        filenames: Any,
+        compression_type: str | None = None,
+        buffer_size: int | None = None,
+        num_parallel_reads: int | None = None,
+        name: str | None = None,
+        max_record_bytes: int | None = None,
+    ) -> None:
+        compression = check_compression(compression_type)
+        most = _most(max_record_bytes, compression)
+        chosen = BytesFormat(self._kind, compression, _buffer(buffer_size), most=most)
+        super().__init__(files.source(filenames, chosen, num_parallel_reads))
+
+
+class TFRecordDataset(_BytesDataset):
     """The records of TFRecord files, as bytes.
 
     Every record is checked against its checksum. `px.io.parse_example` parses records that hold
@@ -56,22 +76,10 @@ class TFRecordDataset(Dataset):
         [b'record 1', b'record 2']
     """
 
-    def __init__(
-        self,
-        filenames: Any,
-        compression_type: str | None = None,
-        buffer_size: int | None = None,
-        num_parallel_reads: int | None = None,
-        name: str | None = None,
-        max_record_bytes: int | None = None,
-    ) -> None:
-        compression = check_compression(compression_type)
-        most = _most(max_record_bytes, compression)
-        chosen = BytesFormat("records", compression, _buffer(buffer_size), most=most)
-        super().__init__(files.source(filenames, chosen, num_parallel_reads))
+    _kind = "records"
 
 
-class TextLineDataset(Dataset):
+class TextLineDataset(_BytesDataset):
     r"""The lines of text files, as bytes without ``\n`` or ``\r\n`` at their ends.
 
     Args:
@@ -92,19 +100,7 @@ class TextLineDataset(Dataset):
         [b'one', b'two']
     """
 
-    def __init__(
-        self,
-        filenames: Any,
-        compression_type: str | None = None,
-        buffer_size: int | None = None,
-        num_parallel_reads: int | None = None,
-        name: str | None = None,
-        max_record_bytes: int | None = None,
-    ) -> None:
-        compression = check_compression(compression_type)
-        most = _most(max_record_bytes, compression)
-        chosen = BytesFormat("lines", compression, _buffer(buffer_size), most=most)
-        super().__init__(files.source(filenames, chosen, num_parallel_reads))
+    _kind = "lines"
 
 
 class FixedLengthRecordDataset(Dataset):

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from phalanx.core.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
-from phalanx.core.showing import shown
-from phalanx.data.files import wire
+from phalanx.data.files import example_wire as wire
+from phalanx.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.protobuf_wire import Malformed
 
 _INT64 = np.iinfo(np.int64)
 
@@ -152,7 +153,11 @@ class Feature:
         float_list: FloatList | None = None,
         int64_list: Int64List | None = None,
     ) -> None:
-        given = {wire.BYTES: bytes_list, wire.FLOAT: float_list, wire.INT64: int64_list}
+        given = {
+            wire.BYTES: bytes_list,
+            wire.FLOAT: float_list,
+            wire.INT64: int64_list,
+        }
         chosen = {kind: values for kind, values in given.items() if values is not None}
         if len(chosen) > 1:
             raise InvalidValueError(
@@ -301,7 +306,7 @@ class Example:
         try:
             for key, values in wire.scan(data).items():
                 feature[key.decode()] = _unpack(values.kind, values.parts(data))
-        except wire.Malformed as reason:
+        except Malformed as reason:
             raise wire.malformed("This", reason, data) from None
         except UnicodeDecodeError as error:
             raise InvalidArgumentError(

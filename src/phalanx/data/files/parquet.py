@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import (
+from phalanx.core.tensor_spec import TensorSpec
+from phalanx.data.files.readers import STRING, strings
+from phalanx.data.files.streams import check_regular, named_error
+from phalanx.data.plan.columns import Chunk, Column
+from phalanx.errors import (
     DataLossError,
     InvalidArgumentError,
     InvalidTypeError,
@@ -18,11 +22,7 @@ from phalanx.core.errors import (
     MissingPackageError,
     PhalanxError,
 )
-from phalanx.core.showing import shown
-from phalanx.core.tensor_spec import TensorSpec
-from phalanx.data.columns import Chunk, Column
-from phalanx.data.files.plain import STRING, strings
-from phalanx.data.files.streams import check_regular, named_error
+from phalanx.runtime.formatting import shown
 
 _ROWS = 1 << 14  # that are converted at once
 

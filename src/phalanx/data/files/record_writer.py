@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 import zlib
-from types import TracebackType
 from typing import Any, Protocol, Self
 
-from phalanx.core.errors import (
-    FailedPreconditionError,
-    InvalidTypeError,
-    InvalidValueError,
-)
-from phalanx.core.showing import shown
-from phalanx.data import checks
+from phalanx.data.files.file_reader import as_name
 from phalanx.data.files.records import FOOTER, HEADER, frame
-from phalanx.data.files.source import as_name
 from phalanx.data.files.streams import BUFFER_BYTES, check_compression, named_error, open_file
+from phalanx.data.plan import argument_checks as checks
+from phalanx.errors import FailedPreconditionError, InvalidTypeError, InvalidValueError
+from phalanx.runtime.formatting import shown
 
 
 class TFRecordOptions:
@@ -92,7 +87,7 @@ class _Sink(Protocol):
     def flush(self, mode: int = ..., /) -> bytes: ...
 
 
-class _Plain:
+class _PlainFile:
     def compress(self, data: bytes, /) -> bytes:
         return data
 
@@ -125,7 +120,7 @@ class TFRecordWriter:
         chosen = options if isinstance(options, TFRecordOptions) else TFRecordOptions(options)
         self._path = as_name(path)
         self._flush_mode = chosen.flush_mode
-        self._sink: _Sink = chosen._deflater() if chosen.compression_type else _Plain()
+        self._sink: _Sink = chosen._deflater() if chosen.compression_type else _PlainFile()
         self._pending: list[bytes] = []
         self._size = 0
         self._file = open_file(self._path, "wb")
@@ -186,12 +181,7 @@ class TFRecordWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.errors import DataLossError
 from phalanx.data.files.crc32c import Words, crc32c_of_each, crc32c_of_words, mask
 from phalanx.data.files.streams import BUFFER_BYTES, StreamFault, data_loss, open_stream, too_large
+from phalanx.errors import DataLossError
 
 HEADER, FOOTER = 12, 4
 _length_at = struct.Struct("<Q").unpack_from

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
-from phalanx.core.errors import (
+from phalanx.errors import (
     DataLossError,
     InvalidValueError,
     NotFoundError,
@@ -18,7 +18,7 @@ from phalanx.core.errors import (
     ResourceExhaustedError,
     UnknownError,
 )
-from phalanx.core.showing import shown
+from phalanx.runtime.formatting import shown
 
 BUFFER_BYTES = 1 << 19
 """How much is read at once if nothing else was asked for."""
@@ -35,7 +35,7 @@ class StreamFault(Exception):
     """A stream cannot be read further; a reader adds where, and makes an error for the user of it."""
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """The bytes of a file."""
 
     size: int | None
@@ -63,7 +63,7 @@ def check_compression(compression_type: str | None) -> str:
     return compression_type
 
 
-def open_stream(path: str, compression: str) -> Stream:
+def open_stream(path: str, compression: str) -> ByteStream:
     """Open a file for reading.
 
     Args:

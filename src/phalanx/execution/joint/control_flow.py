@@ -1,4 +1,4 @@
-"""Loops and conditions inside of which replicas meet: the joint program has one, with all meetings."""
+"""Loops and conditions in which replicas meet: the joint program has one, with all meetings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from phalanx.core import compat
 from phalanx.core.padding import CannotJoin
 from phalanx.execution.joint import writing
 from phalanx.execution.joint.reading import Traced
 from phalanx.execution.joint.rooms import Slot, fill, room_for
+from phalanx.runtime import compat
 
 
 def join(programs: Sequence[Traced], index: Any, inputs: Sequence[Slot]) -> list[Slot]:

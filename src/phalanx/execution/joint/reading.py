@@ -1,7 +1,7 @@
 """Programs as joining sees them: flat lists of equations, with values numbered across programs.
 
 Values of different programs have the same number if they are certainly the same: computed by the same
-equations from the same values. Calls are taken apart if replicas meet inside of them.
+equations from the same values. Calls are taken apart if replicas meet in them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.core import compat
 from phalanx.execution.joint.rooms import Slot, kind
 from phalanx.execution.joint.sameness import Keys
 from phalanx.execution.variance import is_over_replicas
+from phalanx.runtime import compat, program_parts
 
 Traced = tuple[Any, Sequence[Any]]
 """A program: its jaxpr and its constants."""
@@ -30,8 +30,8 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
-"""Equations that do what is in this parameter. Custom derivatives are not among them: whoever
-differentiates the joint program needs their rules."""
+"""Equations that do what is in this parameter. Custom derivatives are not among them:
+differentiating the joint program needs their rules."""
 
 NOTHING = object()
 
@@ -83,7 +83,7 @@ class Node:
 
     def compute(self, operands: Sequence[Any]) -> list[Any]:
         """Add the equation to the program that is being traced."""
-        return compat.eval_equation(self.jaxpr, self.eqn, operands)
+        return program_parts.eval_equation(self.jaxpr, self.eqn, operands)
 
 
 @dataclass(eq=False)
@@ -130,7 +130,7 @@ class Reader:
         return value
 
     def _meets(self, eqn: Any) -> bool:
-        """Whether all replicas must reach an equation, or a mark inside of it, together."""
+        """Whether all replicas must reach an equation, or a mark in it, together."""
         if eqn.primitive.name in MARKS or (
             eqn.primitive.name != "axis_index" and is_over_replicas(eqn.params)
         ):

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from phalanx.core import compat
 from phalanx.execution.joint.rooms import kind
+from phalanx.runtime import compat
 
 HOST = (int, float, bool, complex, np.generic, np.ndarray)
 """Constants that a program may hold as they are."""

@@ -16,7 +16,7 @@ from phalanx.execution.joint.rooms import Slot, cut, empty, fill, kind, room_for
 from phalanx.execution.joint.sameness import HOST
 
 Structured = Callable[[Sequence[Any], list[Slot], Any], list[Slot]]
-"""Writes control flow inside of which replicas meet: given the equation of each program, its operands,
+"""Writes control flow in which replicas meet: given the equation of each program, its operands,
 and which program a replica runs."""
 
 

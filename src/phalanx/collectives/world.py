@@ -1,0 +1,343 @@
+"""The workers of this job: who they are, how they agree on what to do, and their lanes."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from phalanx.collectives.channels import (
+    Channel,
+    DifferentError,
+    InterruptedChannelError,
+    LateError,
+    LinkLostError,
+    Notice,
+)
+from phalanx.collectives.links import Address, Links
+from phalanx.collectives.mailbox import Mailbox
+from phalanx.collectives.mismatches import different_operations
+from phalanx.collectives.operation_queue import OperationQueue
+from phalanx.errors import InvalidValueError, PhalanxError, UnauthenticatedError
+from phalanx.job import jax_distributed, shared_programs
+from phalanx.job.bootstrap import Connection
+from phalanx.job.hub.descriptions import Failure
+from phalanx.job.hub.worker_status import PeerWait, Status
+from phalanx.job.preflight import bind_host
+from phalanx.job.shared_programs import Ledger, SharedProgram
+from phalanx.job.tokens import find_token
+from phalanx.net.addresses import split_address
+from phalanx.runtime.deadlines import worker_deadline
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.interrupts import let_handlers_run
+
+_LOOK = 0.1  # seconds between looks at whether the job has failed
+_MOST_REFUSALS = 5
+_ROUTE = "PHALANX_COMM_ROUTE"
+
+
+class World:
+    """All workers of the job, or this process alone.
+
+    Args:
+        connection: to the other workers; None if there are none.
+    """
+
+    def __init__(self, connection: Connection | None) -> None:
+        self._connection = connection
+        self.rank = 0 if connection is None else connection.rank
+        self.size = 1 if connection is None else connection.size
+        self.is_on_host = _is_on_host()
+        """Whether data move through the memory of the host, else between devices."""
+        self._lanes: dict[Any, OperationQueue] = {}
+        self._channels: dict[tuple[int, ...], Channel] = {}
+        self._lock = threading.Lock()
+        self._links: Links | None = None
+        self._status = Status()
+        self.prepared: dict[Any, Any] = {}
+        """What `prepared_calls` keeps for the calls of this process, by their signatures."""
+        self._orderly: OrderlyLedger | None = None
+        self.mailbox: Mailbox | None = None
+        self._hosts = ["" for _ in range(self.size)]
+        self._names = [f"rank {i}" for i in range(self.size)]
+        if connection is not None:
+            self._join(connection)
+
+    def _join(self, connection: Connection) -> None:
+        place = connection.place
+        token = find_token(place.is_local).encode()
+        self._hosts = [str(m.get("host")) for m in connection.roster]
+        self._names = [f"rank {i} ({m.get('worker')})" for i, m in enumerate(connection.roster)]
+        key = hashlib.sha256(b"collectives of " + token).digest()
+        self._links = Links(self.rank, bind_host(place.task, place.is_local), key)
+        self.mailbox = Mailbox(self.rank, self._links, self._dial, self.check)
+        jax_distributed.publish(f"phalanx/links/{self.rank}", json.dumps(self._links.address))
+        connection.member.on_failure(lambda _: self._cut())
+        self._status = connection.member.status
+        self._status.operations = self._operations
+        ledger = shared_programs.ledger()
+        if ledger is not None and not self.is_on_host:
+            self._orderly = OrderlyLedger(ledger, self.settle)
+            shared_programs.use_ledger(self._orderly)
+        atexit.register(self.settle)
+
+    # -- the job ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the job's failure if there is one, and what a signal handler has to raise."""
+        let_handlers_run()
+        if self._connection is not None:
+            self._connection.member.check()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the job has failed."""
+        return self._connection is not None and self._connection.member.failure is not None
+
+    @property
+    def communicating(self) -> set[int]:
+        """The threads of this process that communicate."""
+        return self._status.threads
+
+    def fail(self, kind: str, text: str) -> PhalanxError:
+        """Tell all workers that the job cannot go on; returns the error to raise."""
+        assert self._connection is not None
+        member = self._connection.member
+        member.report(Failure(kind, text))
+        return (member.failure or Failure(kind, text)).error()
+
+    def wait_of(self, members: tuple[int, ...], notice: Notice) -> PeerWait:
+        """How the wait in an operation of some members is shown to the other workers."""
+        missing: Callable[[], Sequence[int]]
+        channel = self._channels.get(members)
+        if channel is None:  # they are not connected yet
+            missing, number = (lambda: [r for r in members if r != self.rank]), lambda: 1
+        else:
+            missing, number = channel.missing, channel.count
+        return PeerWait(self._status, notice.same, notice.site, missing, _name(members), number)
+
+    def wait_for_any(self, ranks: Sequence[int], site: str) -> PeerWait:
+        """How the wait for a message of any of some ranks is shown to the other workers."""
+        return PeerWait(self._status, "recv from any rank", site, lambda: ranks)
+
+    def wait_for_receiver(self, rank: int, site: str) -> PeerWait:
+        """How the wait for a rank that shall take a message is shown to the other workers."""
+        assert self.mailbox is not None
+        moved = self.mailbox.moved
+        wait = PeerWait(self._status, f"send to rank {rank}", site, lambda: [rank])
+        wait.moved = lambda: moved.get(rank, 0.0)
+        return wait
+
+    def wait_for_message(self, source: int, site: str) -> PeerWait:
+        """How the wait for the next message of a rank is shown to the other workers."""
+        assert self.mailbox is not None
+        received = self.mailbox.received
+        return PeerWait(
+            self._status,
+            "recv",
+            site,
+            lambda: [source],
+            f"to {self.rank}",
+            lambda: received.get(source, 0) + 1,
+        )
+
+    def _operations(self) -> dict[str, int]:
+        """How many operations this worker has begun, by their members, and messages by receiver."""
+        counts = {_name(members): c.number for members, c in list(self._channels.items())}
+        sent = {} if self.mailbox is None else dict(self.mailbox.sent)
+        return counts | {f"to {rank}": count for rank, count in sent.items()}
+
+    def explain(self, error: Exception, notice: Notice, seconds: float | None = None) -> Exception:
+        """The error to raise for one that an operation has met; the job knows of it then."""
+        at = f"{notice.same} at {notice.site}"
+        if isinstance(error, DifferentError):
+            return self.fail("mismatch", self._mismatch_text(error.notices))
+        if isinstance(error, LateError):
+            assert self._connection is not None
+            waited = worker_deadline() if seconds is None else seconds
+            member = self._connection.member
+            return member.late(notice.site, waited, notice.same, error.ranks)
+        if isinstance(error, InterruptedChannelError):
+            text = f"The operation before {at} was interrupted on this rank or another."
+            return self.fail("precondition", text)
+        if self._connection is None or isinstance(error, PhalanxError):
+            return error
+        cause = self._connection.member.cause_of(error)
+        if cause is None and isinstance(error, LinkLostError):
+            lost = self._names[error.rank]
+            return self.fail("died", f"{lost} closed its connection in the middle of {at}.")
+        return cause or error
+
+    @property
+    def hosts(self) -> list[str]:
+        """The machine of each worker."""
+        return list(self._hosts)
+
+    def local_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks that are on this machine."""
+        return [r for r in ranks if self._hosts[r] == self._hosts[self.rank]]
+
+    # -- order -----------------------------------------------------------------------------------
+
+    def lane(self, key: Any) -> OperationQueue:
+        """What keeps operations of one kind in order."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            with self._lock:
+                lane = self._lanes.setdefault(key, OperationQueue("-".join(map(str, key))))
+        return lane
+
+    def settle(self) -> None:
+        """Wait until what was launched is done, or the job has failed."""
+        with self._lock:
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            while not lane.is_current and not lane.wait_idle(_LOOK):
+                if self._connection is not None and self._connection.member.failure is not None:
+                    return
+
+    def programs(self) -> Any:
+        """The newest program of a strategy, which must be over before other programs begin."""
+        return None if self._orderly is None else self._orderly.token
+
+    def close(self) -> None:
+        """Finish what was launched and stop all threads."""
+        self.settle()
+        atexit.unregister(self.settle)
+        for lane in self._lanes.values():
+            lane.close()
+        if self._links is not None:
+            self._links.close()
+        if self._orderly is not None and shared_programs.ledger() is self._orderly:
+            shared_programs.use_ledger(self._orderly.inner)
+
+    # -- connections -----------------------------------------------------------------------------
+
+    def channel(self, members: tuple[int, ...], seconds: float, wait: PeerWait) -> Channel:
+        """The connections between the members of a group, which are made for its first operation.
+
+        Of each pair, the member with the higher rank calls the other.
+
+        Args:
+            members: the ranks.
+            seconds: how long to wait for them.
+            wait: shows who is missing.
+        """
+        channel = self._channels.get(members)
+        if channel is None:
+            channel = self._channels[members] = self._connect(members, seconds, wait)
+        wait.missing, wait.moved, wait.number = channel.missing, channel.moved, channel.count
+        return channel
+
+    def connected_channel(self, members: tuple[int, ...]) -> Channel | None:
+        """The connections between the members of a group, if there are any yet."""
+        return self._channels.get(members)
+
+    def _connect(self, members: tuple[int, ...], seconds: float, wait: PeerWait) -> Channel:
+        assert self._links is not None
+        name, end = _name(members), time.monotonic() + seconds
+        sockets: dict[int, socket.socket] = {}
+        wait.missing = lambda: [r for r in members if r != self.rank and r not in sockets]
+        for rank in (r for r in members if r < self.rank):
+            sockets[rank] = self._dial(rank, name, end)
+        waiting = [r for r in members if r > self.rank]
+        while waiting:
+            found = self._links.wait(name, waiting[0], _LOOK)
+            if found is not None:
+                sockets[waiting.pop(0)] = found
+                continue
+            self.check()
+            if time.monotonic() > end:
+                raise LateError([r for r in waiting if not self._links.has(name, r)])
+        return Channel(self.rank, sockets, self.check)
+
+    def _dial(self, rank: int, channel: str, end: float | None = None) -> socket.socket:
+        """Connect to another worker; waits for it to come to its collectives."""
+        assert self._links is not None
+        assert self._connection is not None
+        end = time.monotonic() + worker_deadline() if end is None else end
+        host = split_address(self._connection.place.tasks[rank].address)[0]
+        refusals = 0
+        while True:
+            self.check()
+            left = max(0.1, end - time.monotonic())
+            found = jax_distributed.look_up(f"phalanx/links/{rank}", min(1.0, left))
+            if found is not None:
+                _, port, local = json.loads(found)
+                is_here = self._hosts[rank] == self._hosts[self.rank]
+                address = Address(host, port, local if is_here and self._links.address.local else "")
+                try:
+                    return self._links.dial(address, channel, left)
+                except (OSError, UnauthenticatedError):  # strangers may crowd out who belongs there
+                    refusals += 1
+                    if refusals >= _MOST_REFUSALS:
+                        raise
+                    time.sleep(_LOOK)
+            if time.monotonic() > end:
+                raise LateError([rank])
+
+    def _cut(self) -> None:
+        if self._links is not None:
+            self._links.cut()
+
+    # -- words -----------------------------------------------------------------------------------
+
+    def _mismatch_text(self, said: dict[int, Notice]) -> str:
+        return different_operations(
+            {self._names[rank]: (notice.same, notice.site) for rank, notice in sorted(said.items())}
+        )
+
+
+class OrderlyLedger:
+    """Lets programs of strategies and collectives take turns: both use the same connections.
+
+    Args:
+        inner: the ledger that compares programs.
+        settle: waits until all collectives that were launched are done.
+    """
+
+    def __init__(self, inner: Ledger, settle: Callable[[], None]) -> None:
+        self.inner, self._settle = inner, settle
+        self.token: Any = None
+
+    def meet(self, shared: SharedProgram) -> AbstractContextManager[Any]:
+        """See `Ledger.meet`."""
+        self._settle()
+        return self.inner.meet(shared)
+
+    def begun(self, token: Any) -> None:
+        """See `Ledger.begun`."""
+        self.token = token
+        self.inner.begun(token)
+
+
+@functools.lru_cache(maxsize=1000)
+def _name(members: tuple[int, ...]) -> str:
+    """How all members name the operations that they share."""
+    return ",".join(map(str, members))
+
+
+def device_of(rank: int) -> jax.Device:
+    """The device with which a worker takes part in collectives: its first."""
+    devices = [d for d in jax.devices() if d.process_index == rank]
+    return min(devices, key=lambda d: d.id)
+
+
+def _is_on_host() -> bool:
+    """Whether arrays are on the host in any case; PHALANX_COMM_ROUTE is for testing."""
+    route = os.environ.get(_ROUTE, "")
+    if route not in ("", "host", "devices"):
+        raise InvalidValueError(
+            f"The environment variable {_ROUTE} must be host or devices. Received: {shown(route)}"
+        )
+    return route == "host" or (not route and jax.default_backend() == "cpu")

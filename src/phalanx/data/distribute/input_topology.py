@@ -1,0 +1,87 @@
+"""Where input goes: the workers, replicas and devices of a strategy."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from phalanx.runtime.devices import default_device
+from phalanx.runtime.placement import Span
+
+if TYPE_CHECKING:
+    from phalanx.core.strategy import Strategy
+
+
+def _alone(name: str, value: Any, given_up: threading.Event | None = None) -> list[Any]:
+    del name, given_up
+    return [value]
+
+
+_serials = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class InputTopology:
+    """The workers and replicas of a strategy as input sees them, and which worker this is.
+
+    Args:
+        strategy: whose input it is.
+        replica_devices: the devices of this worker's replicas; None stands for JAX's default device.
+        workers: how many workers read input.
+        worker: which of them this is.
+        exchange: gives what all workers say under a name, in their order; see
+            `StrategyExtended._exchange`.
+        span: the devices of all workers' replicas, if there are several workers.
+        serial: the number of the input, which is the same on all workers.
+    """
+
+    strategy: Strategy
+    replica_devices: tuple[jax.Device | None, ...]
+    workers: int = 1
+    worker: int = 0
+    exchange: Callable[..., list[Any]] = _alone
+    span: Span | None = None
+    serial: int = 0
+
+    @staticmethod
+    def of(strategy: Strategy) -> InputTopology:
+        """Where the input of this process goes."""
+        extended = strategy.extended
+        workers, worker = extended._input_worker
+        return InputTopology(
+            strategy,
+            extended._replica_devices,
+            workers,
+            worker,
+            extended._exchange,
+            extended._span,
+            next(_serials),
+        )
+
+    def alone_as(self, worker: int) -> InputTopology:
+        """What another worker has, in this process and without meeting others."""
+        return InputTopology(self.strategy, self.replica_devices, self.workers, worker)
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas this worker has."""
+        return len(self.replica_devices)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether elements are `PerReplica` values; with a single replica they are plain."""
+        return self.workers > 1 or self.replicas > 1
+
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The device of each replica, now."""
+        return tuple(default_device() if d is None else d for d in self.replica_devices)
+
+    def shared_seed(self) -> int:
+        """A root seed on which all workers agree: they must shuffle alike."""
+        return int(self.exchange("seed", secrets.randbits(63))[0])

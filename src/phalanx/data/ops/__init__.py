@@ -1,0 +1,1 @@
+"""The nodes of a plan, one module per kind of transformation."""

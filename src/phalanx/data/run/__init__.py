@@ -1,0 +1,1 @@
+"""How a plan runs: iterators, threads, and reading ahead."""

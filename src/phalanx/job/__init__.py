@@ -1,0 +1,1 @@
+"""A running job: its processes, the hub that they share, and what happens when one of them fails."""

@@ -1,0 +1,102 @@
+"""This process among the workers of its cluster: one connection, and one ledger of programs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.errors import ContextError
+from phalanx.job import bootstrap
+from phalanx.job.hub.client import Member
+from phalanx.job.hub.worker_status import Waiting
+from phalanx.job.shared_programs import SharedProgram, use_ledger
+from phalanx.runtime import activity
+from phalanx.runtime.awaiting import Waiter
+from phalanx.runtime.devices import name_task
+
+_TIME_TO_COME_BACK = 1.0  # seconds from a failure to the end of the programs that fail with it
+
+_lock = threading.Lock()
+_connected: list[tuple[Any, bootstrap.Connection]] = []
+
+
+def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap.Connection:
+    """The connection of this process; strategies of one cluster share it."""
+    who = (resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id)
+    with _lock:
+        if _connected:
+            known, connection = _connected[0]
+            if known != who:
+                raise ContextError(
+                    "This process is already a worker of another cluster, and cannot be one of two. "
+                    f"Received: {who[1]} {who[2]} of {who[0]}, "
+                    f"after {known[1]} {known[2]} of {known[0]}"
+                )
+            return connection
+        connection = bootstrap.connect(resolver, deadline=deadline)
+        use_ledger(WorkerLedger(connection.member))
+        activity.watched_by(connection.member.status, connection.member.check)
+        name_task(resolver.task_type or "worker", resolver.task_id or 0)
+        _connected.append((who, connection))
+        return connection
+
+
+def connected() -> bootstrap.Connection | None:
+    """The connection of this process to the other workers, if it has one."""
+    return _connected[0][1] if _connected else None
+
+
+class WorkerLedger:
+    """Counts the programs that run on all workers, and compares each new one with the others."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._sequence = 0
+        self._known: dict[Hashable, tuple[dict[str, Any], Waiting]] = {}
+        self._waiting = member.waiting("")
+        self._awaits_results = jax.default_backend() == "cpu"
+        self._waiter = Waiter()
+        self._failed_since: float | None = None
+
+    def meet(self, shared: SharedProgram) -> Waiting:
+        """Make sure that all workers come to the same program; the program runs inside.
+
+        The throttle runs one program at a time, so that each has one `Waiting` for all its runs.
+        """
+        member = self._member
+        member.check()
+        self._sequence += 1
+        known = self._known.get(shared.key)
+        if known is None:
+            details = shared.details()
+            member.agree(self._sequence, shared.digest(details), details)
+            known = self._known[shared.key] = (details, member.waiting(details["site"]))
+        details, self._waiting = known
+        self._waiting.seconds = shared.seconds
+        member.status.begin(self._sequence, details)
+        return self._waiting
+
+    def begun(self, token: Any) -> None:
+        """The program was dispatched; `token` is ready when it has finished.
+
+        Between CPUs it is awaited here. What fails later would be raised where the program reads a
+        result, by JAX, where the error could not name the worker behind it.
+        """
+        self._member.status.pending = token
+        if self._awaits_results:
+            with self._waiting:
+                self._waiter.wait(token, self._look)
+
+    def _look(self) -> None:
+        """Leave a program that does not come back although the job has failed."""
+        if self._member.failure is None:
+            return
+        if self._failed_since is None:
+            self._failed_since = time.monotonic()
+        elif time.monotonic() - self._failed_since >= _TIME_TO_COME_BACK:
+            self._member.check()

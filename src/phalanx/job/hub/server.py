@@ -1,0 +1,299 @@
+"""The hub: connections around the state of a job.
+
+One thread serves all connections, so that a slow or broken peer cannot hold up the others, and the
+state of the job needs no lock. Other threads hand it what they want done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from phalanx.errors import ClusterEnvironmentError, DeadlineExceededError, InvalidValueError
+from phalanx.job.hub.connect import COORDINATION, HUB
+from phalanx.job.hub.coordination_service import start_coordination_service
+from phalanx.job.hub.descriptions import Failure, Task, describe_exit
+from phalanx.job.hub.job_state import JobState, Out
+from phalanx.job.hub.tunnel import PrivateSocket
+from phalanx.job.hub.worker_table import WorkerTable
+from phalanx.net.addresses import join_address, listen
+from phalanx.net.connection import Connection
+from phalanx.net.event_loop import EventLoop
+from phalanx.net.framing import Message, ProtocolError
+from phalanx.net.listener import Listener
+from phalanx.net.relay import Relay
+
+__all__ = ["Hub"]
+
+_log = logging.getLogger(__name__)
+
+_TICK = 0.25  # seconds
+
+
+class Hub:
+    """The server that a job's workers tell what they do, and that tells them what went wrong.
+
+    Args:
+        expected: the tasks of the job, in the order of their ranks.
+        token: what every process of the job knows, and no other.
+        host: the address to listen at.
+        port: the port to listen at; 0 takes a free one.
+        advertised: the name under which the others reach `host`, if it is another one.
+        coordination: whether to run JAX's coordination service too, which the workers then use. It
+            should run where it outlives every worker.
+        on_event: called in the hub's thread with what happens: a dict whose "type" is joined, ready,
+            left, failure or later (a failure after the first).
+        cause_of_death: asked in the hub's thread how the process of a task ended, when its connection
+            closes unexpectedly; returns an exit code or None. Must not wait for long.
+
+    The hub listens once `start` has been called, also as a context manager.
+    """
+
+    def __init__(
+        self,
+        expected: Sequence[Task],
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        advertised: str | None = None,
+        coordination: bool = True,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+        cause_of_death: Callable[[Task], int | None] | None = None,
+    ) -> None:
+        self._expected = tuple(expected)
+        self._token, self._host, self._port = token, host, port
+        self._advertised = advertised or host
+        self._coordination = coordination
+        self.on_event = on_event
+        self._cause_of_death = cause_of_death
+        self._state = JobState(self._expected)
+        self._listener: Listener | None = None
+        self._bound_port = port
+        self._service: _Service | None = None
+        self._loop = EventLoop("phalanx-hub", self._tell_waiting)
+        self._connections: dict[int, Connection] = {}
+        self._numbers = itertools.count(1)
+        self._stack_futures: dict[int, Future[dict[str, str]]] = {}
+        self._changed = threading.Condition()
+        self._stop = False
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def start(self) -> Hub:
+        """Listen, start JAX's coordination service, and serve in a thread."""
+        sock = listen(self._host, self._port)
+        self._bound_port = sock.getsockname()[1]
+        if self._coordination:
+            try:
+                self._service = _Service(self._loop, len(self._expected))
+            except BaseException:
+                sock.close()
+                raise
+        self._state = JobState(self._expected, has_service=self._coordination)
+        served = [HUB, COORDINATION] if self._coordination else [HUB]
+        self._listener = Listener(
+            self._loop, [sock], self._token.encode(), self._admit, served.__contains__
+        )
+        self._loop.repeat(_TICK, self._tick)
+        self._loop.start()
+        return self
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop serving. Gives members that are still there `timeout` seconds to leave.
+
+        JAX aborts a process whose coordination service vanishes, so stop the workers first.
+        """
+        if self._stop:
+            return
+        if self._loop.is_alive:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._state.present(), timeout)
+        self._stop = True
+        self._loop.call(self._close_sockets)
+        self._loop.close()
+        self._tell_waiting()
+        if self._service is not None:
+            self._service.close()
+            self._service = None
+
+    def _close_sockets(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections.values()):
+            connection.close()
+
+    def __enter__(self) -> Hub:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # -- questions -------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """Where members connect to, as ``host:port``."""
+        if self._listener is None:
+            raise InvalidValueError("The hub has no address before it is started. Call start() first.")
+        return join_address(self._advertised, self._bound_port)
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the job cannot go on, or None."""
+        return self._state.failure
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all tasks have come and gone."""
+        return self._state.is_over
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there are connections."""
+        return bool(self._connections) or (self._listener is not None and self._listener.strangers > 0)
+
+    def table(self) -> WorkerTable:
+        """Who does what at this moment."""
+        return self._loop.call(lambda: WorkerTable(self._state.rows(time.monotonic())))
+
+    def stacks(self, timeout: float = 5.0) -> dict[str, str]:
+        """The Python stacks of all members, by task; those that do not answer in time say so."""
+        future: Future[dict[str, str]] = Future()
+        number = next(self._numbers)
+        self._stack_futures[number] = future
+        now = time.monotonic
+        self._loop.call(lambda: self._send(self._state.ask_stacks(number, now(), timeout)))
+        return future.result(timeout + 10 * _TICK + 5.0)
+
+    def wait_joined(self, timeout: float) -> None:
+        """Wait until all tasks have joined; raises the job's failure, or who is missing in time."""
+
+        def settled() -> bool:
+            return self._stop or self._state.is_ready or self._state.failure is not None
+
+        with self._changed:
+            self._changed.wait_for(settled, timeout)
+        if self._state.failure is not None:
+            raise self._state.failure.error()
+        if not self._state.is_ready:
+            missing = ", ".join(str(task) for task in self._state.missing())
+            raise DeadlineExceededError(
+                f"Not all workers joined within {timeout:g} seconds. Missing: {missing}."
+            )
+
+    def wait_over(self, timeout: float | None = None) -> bool:
+        """Wait until all tasks have come and gone, and are disconnected; returns whether they have."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._stop or (self._state.is_over and not self._connections), timeout
+            )
+
+    # -- what a launcher tells the hub ---------------------------------------------------------------
+
+    def exited(self, task: Task, code: int) -> None:
+        """The process of a task has ended; `code` is its exit code as `subprocess` gives it."""
+        self._loop.call(lambda: self._send(self._state.exited(task, code, time.monotonic())))
+
+    def fail(self, failure: Failure) -> None:
+        """Tell all members that the job cannot go on."""
+        self._loop.call(lambda: self._send(self._state.declare(failure, time.monotonic())))
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._send(self._state.tick(time.monotonic()))
+
+    def _tell_waiting(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _admit(self, sock: socket.socket, purpose: dict[str, Any]) -> None:
+        if purpose == COORDINATION and self._service is not None:
+            self._service.add(sock)
+            return
+        peer = next(self._numbers)
+
+        def receive(message: Message) -> None:
+            # An answer gets the number of its request.
+            fields = {**message.fields, "request": message.number or None}
+            self._send(self._state.handle(peer, fields, time.monotonic()))
+
+        self._connections[peer] = Connection(self._loop, sock, receive, lambda e: self._lost(peer, e))
+
+    def _lost(self, peer: int, error: Exception | None) -> None:
+        del self._connections[peer]
+        if self._stop:
+            return
+        if isinstance(error, ProtocolError | InvalidValueError):
+            cause = f"sent what the hub does not understand, and was dropped ({error})"
+        else:
+            cause = self._how_it_ended(peer)
+        self._send(self._state.lost(peer, time.monotonic(), cause))
+
+    def _how_it_ended(self, peer: int) -> str:
+        task = self._state.task_of(peer)
+        if task is None or self._cause_of_death is None:
+            return ""
+        code = self._cause_of_death(task)
+        return "" if code is None else describe_exit(code)
+
+    def _send(self, out: Sequence[Out]) -> None:
+        for peer, message in out:
+            if peer is None:
+                self._event(message)
+            elif peer in self._connections:
+                fields = {name: value for name, value in message.items() if name != "request"}
+                self._connections[peer].send(fields, number=message.get("request") or 0)
+
+    def _event(self, message: dict[str, Any]) -> None:
+        if message["type"] == "stacks":
+            future = self._stack_futures.pop(message["request"], None)
+            if future is not None:
+                future.set_result(message["stacks"])
+        elif self.on_event is not None:
+            try:
+                self.on_event(message)
+            except Exception:  # noqa: BLE001 - the hub must go on for the workers' sake
+                _log.exception("on_event failed for %s", message["type"])
+
+
+# -- JAX's service -------------------------------------------------------------------------------
+
+
+class _Service:
+    """JAX's coordination service at a private socket, and the way of connections to it."""
+
+    def __init__(self, loop: EventLoop, processes: int) -> None:
+        self._place = PrivateSocket()
+        self._loop, self._relay = loop, Relay(loop)
+        try:
+            self._service = start_coordination_service(self._place.address, processes)
+        except RuntimeError as error:
+            self._place.remove()
+            raise ClusterEnvironmentError(
+                f"JAX's coordination service does not start. Received: {error}"
+            ) from error
+
+    def add(self, peer: socket.socket) -> None:
+        """Connect a peer with the service."""
+        upstream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            upstream.connect(self._place.path)
+        except OSError:
+            upstream.close()
+            peer.close()
+            return
+        self._relay.add(peer, upstream)
+
+    def close(self) -> None:
+        """End the connections and the service. The loop must have ended."""
+        self._relay.close()
+        self._service.shutdown()
+        self._place.remove()

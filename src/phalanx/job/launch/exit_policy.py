@@ -1,0 +1,198 @@
+"""When a job is over, how its processes are ended, and with which code.
+
+The rules are a state machine without a clock of its own: events and times in, signals out.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.job.launch.worker_process import shell_code
+
+__all__ = ["Ending", "Patience", "Reason"]
+
+TIMEOUT_CODE = 124
+"""The exit code of a job that took too long, as of the command ``timeout``."""
+
+
+class Reason(enum.Enum):
+    """Why the processes of a job are being ended."""
+
+    DONE = "done"
+    """All that the job waits for has succeeded; parameter servers never end by themselves."""
+    FAILURE = "failure"
+    """A process has failed."""
+    INTERRUPT = "interrupt"
+    """The user asked for it: Ctrl-C, or a signal."""
+    TIMEOUT = "timeout"
+    """The job took longer than it may."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How many seconds processes get to end by themselves before something stronger is done.
+
+    Args:
+        peers: after the first failure: the others find out and say what they saw.
+        interrupt: after SIGINT.
+        terminate: after SIGTERM.
+        kill: after SIGKILL, which a process in a system call may outlive for a while.
+        finish: after SIGTERM to those that are left when the job has succeeded.
+    """
+
+    peers: float = 3.0
+    interrupt: float = 5.0
+    terminate: float = 10.0
+    kill: float = 5.0
+    finish: float = 10.0
+
+    def plan(self, reason: Reason, signum: int) -> list[tuple[int, float]]:
+        """The signals to send for a reason, each with the seconds to wait after it; 0 is none."""
+        terminate = [(int(signal.SIGTERM), self.terminate), (int(signal.SIGKILL), self.kill)]
+        if reason is Reason.DONE:
+            return [(int(signal.SIGTERM), self.finish), terminate[-1]]
+        if reason is Reason.FAILURE:
+            return [(0, self.peers), *terminate]
+        if reason is Reason.INTERRUPT and signum == signal.SIGINT:
+            return [(signum, self.interrupt), *terminate]
+        return terminate
+
+
+DEFAULT_PATIENCE = Patience()
+
+
+class Ending:
+    """Follows the processes of a job and says which signals they are to get.
+
+    Args:
+        essential: for each process, whether the job waits for it to succeed; the others are ended
+            when all essential ones are done.
+        patience: how long to wait for processes that should end.
+        restarts: for each process, how often it is started again after a failure; the default is 0.
+        expendable: for each process, whether the job goes on after its failure, as long as another
+            such process is left; the default is that it does not.
+
+    Examples:
+        >>> ending = Ending([True, True])
+        >>> ending.exited(1, 3, now=0.0)
+        >>> ending.signal(now=0.0), ending.deadline
+        (0, 3.0)
+        >>> ending.signal(now=3.0) == signal.SIGTERM
+        True
+        >>> ending.exited(0, -15, now=3.1)
+        >>> ending.over(now=3.1), ending.exit_code
+        (True, 3)
+        >>> ending = Ending([True, False], restarts=[0, 1])
+        >>> ending.exited(1, -9, now=0.0)
+        >>> ending.goes_on(1), ending.restarted[1]
+        (True, 1)
+    """
+
+    def __init__(
+        self,
+        essential: Sequence[bool],
+        patience: Patience = DEFAULT_PATIENCE,
+        restarts: Sequence[int] | None = None,
+        expendable: Sequence[bool] | None = None,
+    ) -> None:
+        self.codes: list[int | None] = [None] * len(essential)
+        self.first_failure: int | None = None
+        self.reason: Reason | None = None
+        self.deadline: float | None = None
+        self.restarted = [0] * len(essential)
+        self._essential = list(essential)
+        self._restarts = list(restarts or [0] * len(essential))
+        self._expendable = list(expendable or [False] * len(essential))
+        self._patience = patience
+        self._plan: list[tuple[int, float]] = []
+        self._signum = 0
+        self._signalled = False
+        self.by_itself = [False] * len(essential)
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def exited(self, index: int, code: int, now: float) -> None:
+        """A process has ended; `goes_on` tells whether it is to be started again."""
+        if code != 0 and self.reason is None and self.restarted[index] < self._restarts[index]:
+            self.restarted[index] += 1
+            return
+        self.codes[index] = code
+        self.by_itself[index] = not self._signalled
+        if self.reason is not None:
+            return
+        if code != 0 and not self._is_dispensable(index):
+            self.first_failure = index
+            self._begin(Reason.FAILURE, now)
+        elif code == 0 and all(c == 0 for c, e in zip(self.codes, self._essential, strict=True) if e):
+            self._begin(Reason.DONE, now)
+
+    def interrupt(self, signum: int, now: float) -> None:
+        """The user wants the job to end; each further time, the next stronger signal is due at once."""
+        if self.reason in (Reason.INTERRUPT, Reason.DONE):
+            self.deadline = now
+        else:
+            self._signum = signum
+            self._begin(Reason.INTERRUPT, now)
+
+    def timeout(self, now: float) -> None:
+        """The job has taken too long."""
+        if self.reason is None:
+            self._begin(Reason.TIMEOUT, now)
+
+    # -- answers --------------------------------------------------------------------------------
+
+    def signal(self, now: float) -> int:
+        """The signal that the processes that are left are to get now, 0 for none."""
+        if self.deadline is None or now < self.deadline or not self._plan:
+            return 0
+        signum, seconds = self._plan.pop(0)
+        self.deadline = now + seconds
+        self._signalled = self._signalled or signum != 0
+        return signum
+
+    def over(self, now: float) -> bool:
+        """Whether all processes have ended, or cannot be ended."""
+        if all(code is not None for code in self.codes):
+            return True
+        return self.deadline is not None and not self._plan and now >= self.deadline
+
+    def goes_on(self, index: int) -> bool:
+        """Whether a process is to run: it does, or is to be started again."""
+        return self.codes[index] is None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all processes have succeeded; those that were ended after the others count."""
+        done = self.reason in (None, Reason.DONE)
+        return all(
+            code == 0 or (done and not essential and (expendable or not by_itself))
+            for code, essential, expendable, by_itself in zip(
+                self.codes, self._essential, self._expendable, self.by_itself, strict=True
+            )
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """The code of the job, as a shell gives it: 0 exactly if it succeeded."""
+        if self.succeeded:
+            return 0
+        if self.first_failure is not None:
+            return shell_code(self.codes[self.first_failure] or 0)
+        if self.reason is Reason.TIMEOUT:
+            return TIMEOUT_CODE
+        if self.reason is Reason.INTERRUPT:
+            return shell_code(-self._signum)
+        return shell_code(-int(signal.SIGKILL))
+
+    def _is_dispensable(self, index: int) -> bool:
+        """Whether the job goes on without a process that has failed."""
+        others = zip(self.codes, self._expendable, strict=True)
+        return self._expendable[index] and any(code is None and other for code, other in others)
+
+    def _begin(self, reason: Reason, now: float) -> None:
+        self.reason = reason
+        self._plan = self._patience.plan(reason, self._signum)
+        self.deadline = now

@@ -1,0 +1,309 @@
+"""A whole job: a hub, a process for each task, and restarts after failures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from phalanx.job.hub.descriptions import Failure, Task
+from phalanx.job.hub.server import Hub
+from phalanx.job.launch.exit_policy import DEFAULT_PATIENCE, Ending, Patience, Reason
+from phalanx.job.launch.output import failure_report
+from phalanx.job.launch.ports import PortReservation
+from phalanx.job.launch.process_group import (
+    Command,
+    Interrupts,
+    Outcome,
+    Sink,
+    Spawn,
+    run_gang,
+    spawn_here,
+)
+from phalanx.job.launch.ray_engine import RayCluster, RayOptions
+from phalanx.job.launch.remote import agent_command, agent_order, own_address, parse_hosts
+from phalanx.job.launch.task_environment import (
+    essential_tasks,
+    task_environment,
+    tf_config,
+    with_addresses,
+)
+from phalanx.job.launch.worker_process import Running, shell_code
+from phalanx.job.preflight import is_loopback
+from phalanx.job.registry import RunningJob, announced
+from phalanx.job.state_folders import STATE, folder_of_job
+from phalanx.runtime.deadlines import worker_deadline
+
+__all__ = ["Hosts", "Job", "JobOutcome", "View", "members", "planned_commands", "run_job"]
+
+_DEATH_SECONDS = 0.3
+"""How long the hub waits to learn how a process ended whose connection has closed."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts that are reached over ssh.
+
+    Args:
+        names: the hosts, with commas between them.
+        ssh: the command that logs in.
+        hub_address: the address of this machine that the hosts reach; found out if it is not given.
+    """
+
+    names: str
+    ssh: str = "ssh -o BatchMode=yes"
+    hub_address: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, and how.
+
+    Args:
+        argv: the program and its arguments, the same for all tasks.
+        tasks: the tasks, without addresses.
+        name: what the job is called.
+        environ: the environment that all processes have in common.
+        cwd: the folder they start in.
+        devices: the number of logical CPU devices of each process; None leaves it to them.
+        retain_memory: whether the C library of the processes keeps freed memory.
+        timeout: how many seconds the job may take, restarts included.
+        restarts: how often all processes are started again after a failure; with parameter servers,
+            how often each process is started again on its own.
+        patience: how long processes may take to end.
+        hosts: where the processes run; None for this machine.
+        ray: how the processes are placed on a Ray cluster; None does without Ray.
+        python: the interpreter on other hosts.
+    """
+
+    argv: Sequence[str]
+    tasks: Sequence[Task]
+    name: str
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
+    cwd: str = field(default_factory=os.getcwd)
+    devices: int | None = None
+    retain_memory: bool = False
+    timeout: float | None = None
+    restarts: int = 0
+    patience: Patience = DEFAULT_PATIENCE
+    hosts: Hosts | None = None
+    ray: RayOptions | None = None
+    python: str = "python3"
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How a job ended: its exit code, who failed first, and what is known of the reason.
+
+    `failure` is what the hub knows. `report` is the part of the failed process's output that explains
+    it.
+    """
+
+    exit_code: int
+    gang: Outcome
+    culprit: Task | None = None
+    failure: Failure | None = None
+    report: list[str] = field(default_factory=list)
+
+
+class View(Sink, Protocol):
+    """Shows a job to people."""
+
+    def restarts(self, task: Task, code: int, count: int) -> None:
+        """A process has ended, and is started again for the `count`-th time."""
+
+    def goes_on(self, task: Task, code: int) -> None:
+        """A process has ended, and the job goes on without it."""
+
+    def begin(self, hub: Hub, attempt: int) -> None:
+        """The processes are about to be started, for the first time or again."""
+
+    def failed(self, outcome: JobOutcome, again: bool) -> None:
+        """The job has failed; whether it is tried again."""
+
+
+def members(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks that train together, in the order of their ranks: the chief, and the workers."""
+    return [task for task in tasks if task.type in ("chief", "worker")]
+
+
+def is_restarted_in_parts(tasks: Sequence[Task]) -> bool:
+    """Whether processes that fail are started again on their own.
+
+    A coordinator goes on without a worker or a server for a while. Workers that train together do not.
+    """
+    return any(task.type == "ps" for task in tasks)
+
+
+def ending_of(job: Job) -> Ending:
+    """When a job is over, and which of its processes are started again."""
+    types = [task.type for task in job.tasks]
+    in_parts = is_restarted_in_parts(job.tasks)
+    patience = job.patience
+    if "evaluator" in types:
+        patience = replace(patience, finish=max(patience.finish, worker_deadline()))
+    has_coordinator = in_parts and "chief" in types
+    return Ending(
+        essential_tasks(job.tasks),
+        patience,
+        restarts=[job.restarts if in_parts else 0] * len(types),
+        expendable=[has_coordinator and kind == "worker" for kind in types],
+    )
+
+
+def run_job(job: Job, view: View) -> JobOutcome:
+    """Run a job until it has succeeded, or has failed and is not to be restarted."""
+    give_up = None if job.timeout is None else time.monotonic() + job.timeout
+    with Interrupts() as interrupts:
+        restarts = 0 if is_restarted_in_parts(job.tasks) else job.restarts
+        for attempt in range(restarts + 1):
+            left = None if give_up is None else max(0.0, give_up - time.monotonic())
+            outcome = _attempt(job, view, attempt, left, interrupts)
+            again = outcome.gang.reason is Reason.FAILURE and attempt < restarts
+            if outcome.exit_code != 0:
+                view.failed(outcome, again)
+            if not again:
+                break
+    return outcome
+
+
+def _attempt(
+    job: Job, view: View, attempt: int, timeout: float | None, interrupts: Interrupts
+) -> JobOutcome:
+    processes: dict[Task, Running] = {}
+    ending = ending_of(job)
+
+    def cause_of_death(task: Task) -> int | None:
+        return processes[task].wait(_DEATH_SECONDS) if task in processes else None
+
+    with contextlib.ExitStack() as stack:
+        spawn: Spawn = spawn_here
+        if job.ray is not None:
+            cluster = stack.enter_context(RayCluster(job.tasks, job.ray))
+            tasks, host, spawn = cluster.tasks, cluster.host, cluster.spawn
+        else:
+            tasks = stack.enter_context(placed_tasks(job))
+            host = "127.0.0.1" if job.hosts is None else _hub_host(job.hosts)
+        if is_restarted_in_parts(tasks) and is_loopback(host):
+            state = str(stack.enter_context(folder_of_job()))
+            job = replace(job, environ={**job.environ, STATE: state})
+        token = secrets.token_hex(16)
+        hub = stack.enter_context(
+            Hub(members(tasks), token, host, cause_of_death=_local(job, cause_of_death))
+        )
+        stack.enter_context(
+            announced(
+                RunningJob(os.getpid(), job.name, hub.address, token, list(job.argv), _servers(tasks))
+            )
+        )
+        view.begin(hub, attempt)
+
+        def exited(index: int, code: int) -> None:
+            if code != 0 and ending.reason is None:
+                view.goes_on(tasks[index], code)
+            elif ending.by_itself[index] and tasks[index] in members(tasks):
+                hub.exited(tasks[index], code)
+
+        def again(index: int, code: int, count: int) -> Command:
+            view.restarts(tasks[index], code, count)
+            return planned_commands(job, tasks, hub.address, token, count)[index]
+
+        gang = run_gang(
+            planned_commands(job, tasks, hub.address, token, attempt),
+            view,
+            ending=ending,
+            timeout=timeout,
+            interrupts=interrupts,
+            started=lambda running: processes.update(zip(tasks, running, strict=True)),
+            exited=exited,
+            again=again,
+            restarted=lambda index, process: processes.update({tasks[index]: process}),
+            spawn=spawn,
+        )
+        return _judge(tasks, gang, hub.failure)
+
+
+def _servers(tasks: Sequence[Task]) -> dict[str, str]:
+    """The tasks that answer remote calls, by name: all of a job with parameter servers."""
+    if not is_restarted_in_parts(tasks):
+        return {}
+    return {str(task): task.address for task in tasks if task.type != "evaluator"}
+
+
+def _local(
+    job: Job, cause_of_death: Callable[[Task], int | None]
+) -> Callable[[Task], int | None] | None:
+    return cause_of_death if job.hosts is None else None
+
+
+def _judge(tasks: Sequence[Task], gang: Outcome, failure: Failure | None) -> JobOutcome:
+    """Name the process to blame: the one that the hub blames, or else the first that failed.
+
+    A process that waits for a failed one may well end before it.
+    """
+    if gang.reason is not Reason.FAILURE or gang.first_failure is None:
+        return JobOutcome(gang.exit_code, gang, failure=failure)
+    names = [str(task) for task in tasks]
+    culprit = gang.first_failure
+    exit_code = gang.exit_code
+    if failure is not None and failure.task in names:
+        blamed = names.index(failure.task)
+        code = gang.codes[blamed]
+        if code:
+            culprit = blamed
+            exit_code = shell_code(code) if gang.by_itself[blamed] else exit_code
+    report = failure_report(gang.tails[culprit])
+    return JobOutcome(exit_code, gang, tasks[culprit], failure, report)
+
+
+# -- where the tasks are -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def placed_tasks(job: Job) -> Iterator[list[Task]]:
+    """The tasks with their addresses, which stay theirs during the block."""
+    if job.hosts is not None:
+        _, addresses = parse_hosts(job.hosts.names, len(job.tasks))
+        yield with_addresses(job.tasks, addresses)
+        return
+    with PortReservation(len(job.tasks)) as reservation:
+        yield with_addresses(job.tasks, [f"127.0.0.1:{port}" for port in reservation.ports])
+
+
+def planned_commands(
+    job: Job, tasks: Sequence[Task], hub: str, token: str, attempt: int = 0
+) -> list[Command]:
+    """The processes of a job whose tasks have addresses."""
+    logins = None if job.hosts is None else parse_hosts(job.hosts.names, len(tasks))[0]
+    commands = []
+    for i, task in enumerate(tasks):
+        environ = task_environment(
+            job.environ,
+            config=tf_config(tasks, task),
+            hub=hub,
+            token=token,
+            devices=job.devices,
+            retain_memory=job.retain_memory,
+            restart=attempt,
+        )
+        command = Command(str(task), job.argv, environ, job.cwd)
+        if logins is not None and job.hosts is not None:
+            command = replace(
+                command,
+                argv=agent_command(job.hosts.ssh, logins[i], job.python),
+                environ=dict(os.environ),
+                remote=agent_order(job.argv, environ, job.cwd),
+            )
+        commands.append(command)
+    return commands
+
+
+def _hub_host(hosts: Hosts) -> str:
+    if hosts.hub_address is not None:
+        return hosts.hub_address
+    _, addresses = parse_hosts(hosts.names, 1)
+    return own_address(addresses[0].rpartition(":")[0])

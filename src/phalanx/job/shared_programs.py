@@ -1,0 +1,78 @@
+"""Programs that run on several workers together: what they are, so that workers can compare them.
+
+XLA does not check that all workers run the same program. A `SharedProgram` says what a worker is about
+to run, and a `Ledger` compares it with what the others run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx.runtime.call_site import call_site
+from phalanx.runtime.formatting import array_text
+
+
+@dataclass(frozen=True)
+class SharedProgram:
+    """A program in which all workers take part.
+
+    Args:
+        key: tells programs apart within this process; cheap to make and to compare.
+        operation: what it does, for people.
+        arrays: what goes in.
+        content: gives everything that must be the same on all workers, as text.
+        seconds: how long to wait for the others; None for the usual deadline.
+    """
+
+    key: Hashable
+    operation: str
+    arrays: Sequence[Any]
+    content: Callable[[], str] = str
+    seconds: float | None = None
+
+    def details(self) -> dict[str, Any]:
+        """What people are shown of it."""
+        kinds = [array_text(x.dtype, x.shape) for x in self.arrays]
+        site = str(call_site(until=SharedProgram.digest.__code__))  # which is not being called
+        return {"operation": self.operation, "arrays": kinds, "site": site}
+
+    def digest(self, details: dict[str, Any]) -> str:
+        """A hash of what must be the same on all workers; where it was called may differ."""
+        text = f"{details['operation']}|{details['arrays']}|{_without_addresses(self.content())}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class Ledger(Protocol):
+    """Who compares programs with the other workers."""
+
+    def meet(self, shared: SharedProgram) -> AbstractContextManager[Any]:
+        """Make sure that all workers come to the same program; the program runs inside."""
+        ...
+
+    def begun(self, token: Any) -> None:
+        """The program was dispatched; `token` is ready when it has finished."""
+        ...
+
+
+class _Current:
+    ledger: Ledger | None = None
+
+
+def ledger() -> Ledger | None:
+    """What compares the programs of this process with other workers, if there are any."""
+    return _Current.ledger
+
+
+def use_ledger(ledger: Ledger | None) -> None:
+    """Let all programs from now on be compared by a ledger, or by none."""
+    _Current.ledger = ledger
+
+
+def _without_addresses(text: str) -> str:
+    """Text of a program without what differs from process to process."""
+    return re.sub(r"0x[0-9a-f]+|id=\d+|/[^\s'\"]+\.py", "", text)

@@ -1,0 +1,327 @@
+"""Tells people when workers wait for each other for long, and ends what cannot be freed.
+
+`WaitPolicy` decides what to do, from what it is told; `Watchdog` is the thread around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from phalanx.errors import PhalanxError
+from phalanx.job.device_connections import Gate, cut, tries_to_connect
+from phalanx.job.hub.client import Member
+from phalanx.job.hub.descriptions import Failure
+from phalanx.job.hub.worker_table import WorkerTable
+from phalanx.runtime.call_site import where_is
+from phalanx.runtime.deadlines import STUCK_EXIT_CODE, worker_deadline
+
+__all__ = ["Observation", "WaitPolicy", "Watchdog"]
+
+_PERIOD = 0.5
+_WARN_AFTER = 5.0  # seconds
+_IDLE_GRACE = 4.0  # seconds
+_IDLE_SHARE = 0.1  # of one core
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the watchdog sees of its worker.
+
+    Args:
+        waits_since: since when the program has waited for other workers, None if it does not.
+        peers_since: since when an operation of px.comm has waited for other ranks.
+        input_since: since when the program has waited for its own input.
+        device_waits_since: since when the newest program between workers has not finished.
+        failed_since: since when the job has a failure.
+        told: whether the program has been told of the failure by an exception.
+        is_idle: whether the process has hardly computed since the failure.
+        seconds: how long the wait may take, if not as long as any.
+    """
+
+    waits_since: float | None = None
+    peers_since: float | None = None
+    input_since: float | None = None
+    device_waits_since: float | None = None
+    failed_since: float | None = None
+    told: bool = False
+    is_idle: bool = False
+    seconds: float | None = None
+
+
+class WaitPolicy:
+    """Decides when to show the table, when to give up, and when to end the process.
+
+    Args:
+        warn_after: seconds of waiting after which the table is shown.
+        every: seconds after which it is shown again.
+        deadline: seconds of waiting after which the job gives up.
+        grace: seconds for native code to come back after the job has failed. Code that does not
+            compute has less: it waits for what will not come.
+
+    >>> policy = WaitPolicy(warn_after=5.0, every=30.0, deadline=600.0, grace=15.0)
+    >>> waits = Observation(waits_since=0.0)
+    >>> policy.decide(waits, now=4.0), policy.decide(waits, now=5.0)
+    (None, 'show')
+    >>> policy.shown(now=5.0)
+    >>> policy.decide(waits, now=34.0), policy.decide(waits, now=600.0)
+    (None, 'give up')
+    """
+
+    def __init__(self, *, warn_after: float, every: float, deadline: float, grace: float) -> None:
+        self.warn_after, self.every = warn_after, every
+        self.deadline, self.grace = deadline, grace
+        self._shown: float | None = None
+        self._asked: float | None = None
+        self._tried: float | None = None
+
+    def decide(self, seen: Observation, now: float) -> str | None:
+        """What to do now: 'show', 'give up', 'end' or None."""
+        hidden = (seen.device_waits_since, seen.input_since)
+        starts = [t for t in (seen.waits_since, seen.peers_since, *hidden) if t is not None]
+        if seen.failed_since is not None:
+            untold = not seen.told and any(t is not None for t in hidden)
+            hangs = seen.waits_since is not None or untold
+            grace = min(self.grace, _IDLE_GRACE) if seen.is_idle else self.grace
+            return "end" if hangs and now - seen.failed_since >= grace else None
+        if not starts:
+            self._shown = self._asked = self._tried = None
+            return None
+        waited = now - min(starts)
+        deadline = self.deadline if seen.seconds is None else seen.seconds
+        if waited >= deadline and _due(self._tried, min(self.every, deadline / 10), now):
+            self._tried = now
+            return "give up"
+        due = _due(self._shown, self.every, now) and _due(self._asked, min(self.every, 1.0), now)
+        if waited >= min(self.warn_after, deadline / 2) and self._tried is None and due:
+            self._asked = now
+            return "show"
+        return None
+
+    def shown(self, now: float) -> None:
+        """The table was shown; there may also have been no worker to wait for."""
+        self._shown = now
+
+
+def _due(last: float | None, every: float, now: float) -> bool:
+    return last is None or now - last >= every
+
+
+class Watchdog:
+    """Watches over one worker in a thread of its own.
+
+    Args:
+        member: the worker's connection to the hub.
+        warn_after: seconds of waiting after which the table of workers is shown, by default five, or
+            half of a deadline that is shorter than ten.
+        every: seconds after which it is shown again.
+        deadline: seconds of waiting after which the job gives up, by default PHALANX_DEADLINE.
+        grace: seconds for native code to come back after the job has failed; then the process is ended.
+        file: where to write, by default the standard error output.
+        end: ends the process.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        warn_after: float | None = None,
+        every: float = 30.0,
+        deadline: float | None = None,
+        grace: float = 15.0,
+        file: TextIO | None = None,
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        seconds = worker_deadline() if deadline is None else deadline
+        self._member = member
+        warn_after = min(_WARN_AFTER, seconds / 2) if warn_after is None else warn_after
+        self._policy = WaitPolicy(warn_after=warn_after, every=every, deadline=seconds, grace=grace)
+        self._file, self._end = file, end
+        self._pending: tuple[int, float] | None = None
+        self._gate: Gate | None = None
+        self._gates: list[Any] = []
+        self._reads: tuple[Any, float] | None = None
+        self._failed_since: float | None = None
+        self._computed = 0.0
+        self._stopped = threading.Event()
+        self._period = min(_PERIOD, max(0.02, min(warn_after, grace, seconds) / 4))
+        self._thread = threading.Thread(target=self._run, name="phalanx-watchdog", daemon=True)
+
+    def keep(self, gate: Gate, addresses: Sequence[Any]) -> None:
+        """Close this gate whenever it need not be open; `addresses` are those of all gates."""
+        self._gate, self._gates = gate, list(addresses)
+
+    def start(self) -> Watchdog:
+        """Begin to watch."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stopped.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+        if self._gate is not None:
+            self._gate.release()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._period):
+            now = time.monotonic()
+            self._look_at_gates()
+            action = self._policy.decide(self._observe(now), now)
+            if action == "show":
+                if self._show():
+                    self._policy.shown(now)
+            elif action == "give up":
+                self._give_up()
+            elif action == "end":
+                self._end_process()
+                return
+
+    def _look_at_gates(self) -> None:
+        if self._gate is None:
+            return
+        if self._member.failure is not None:
+            # Again and again: gloo may have been about to connect when all its connections were cut.
+            cut(self._gates)
+            return
+        self._gate.close()
+        if tries_to_connect(self._gates):
+            with contextlib.suppress(PhalanxError):
+                self._member.knock()
+
+    def _observe(self, now: float) -> Observation:
+        member = self._member
+        if member.failure is not None and self._failed_since is None:
+            self._failed_since, self._computed = now, time.process_time()
+        wait, peers = member.wait, member.status.long_peer_waits(now)
+        return Observation(
+            waits_since=None if wait is None else wait.since,
+            peers_since=peers[0].since if peers else None,
+            input_since=self._input_since(now),
+            device_waits_since=self._device_waits_since(now),
+            failed_since=self._failed_since,
+            told=member.told,
+            is_idle=self._is_idle(now),
+            seconds=None if wait is None else wait.seconds,
+        )
+
+    def _is_idle(self, now: float) -> bool:
+        if self._failed_since is None:
+            return False
+        return time.process_time() - self._computed < _IDLE_SHARE * (now - self._failed_since)
+
+    def _input_since(self, now: float) -> float | None:
+        """Since when the program is in one and the same wait for input, as far as was seen."""
+        current = self._member.status.snapshot()
+        if self._member.status.phase != "input":
+            self._reads = None
+        elif self._reads is None or self._reads[0] != current:
+            self._reads = (current, now)
+        return None if self._reads is None else self._reads[1]
+
+    def _device_waits_since(self, now: float) -> float | None:
+        pending = self._member.status.pending
+        if pending is None or _is_ready(pending):
+            self._pending = None
+        elif self._pending is None or self._pending[0] != id(pending):
+            self._pending = (id(pending), now)
+        return None if self._pending is None else self._pending[1]
+
+    def _ask(self, every: float) -> tuple[WorkerTable, bool] | None:
+        try:
+            return self._member.table(every=every)
+        except (PhalanxError, TimeoutError):
+            return None
+
+    def _show(self) -> bool:
+        """One worker shows the whole table; the others say only whom they wait for."""
+        answer = self._ask(self._policy.every * 0.9)
+        if answer is None:
+            return False
+        table, is_first = answer
+        late = self._late(table)
+        if not late:
+            return False  # all workers are in the same program, which just takes long
+        names = [row["worker"] for row in late]
+        if self._member.task in names:
+            lasts = max(row["seconds"] for row in late)
+            said = f"all workers have waited for their input for {lasts:.0f} seconds"
+        else:
+            site = self._site()
+            where = f" at {site}" if site else ""
+            places = ", ".join(_describe(row) for row in late)
+            said = f"{self._member.task} waits for {', '.join(names)}{where}. Late: {places}"
+        self._write(f"phalanx: {said}.")
+        if is_first:
+            self._write(str(table))
+        return True
+
+    def _give_up(self) -> None:
+        """Only if a worker has been late for that long: a program may take as long as it takes."""
+        answer, wait = self._ask(0.0), self._member.wait
+        seconds = wait.seconds if wait is not None and wait.seconds else self._policy.deadline
+        if answer is not None and self._late(answer[0], 0.9 * seconds):
+            peers = self._member.status.long_peer_waits(time.monotonic())
+            what = peers[0].what if peers and wait is None else ""
+            self._member.declare_deadline(self._site(), seconds, what)
+
+    def _late(self, table: WorkerTable, seconds: float = 0.0) -> list[dict[str, Any]]:
+        """The rows of those that are late: not of this worker, unless all wait for their input."""
+        late = [row for row in table.late() if max(row["behind"], row["quiet"]) >= seconds]
+        others = [row for row in late if row["worker"] != self._member.task]
+        reads = all(row["phase"] == "input" and row["state"] == "joined" for row in table.rows)
+        return late if reads and len(late) == len(table.rows) else others
+
+    def _site(self) -> str:
+        wait, peers = self._member.wait, self._member.status.long_peer_waits(time.monotonic())
+        if wait is not None and wait.site:
+            return wait.site
+        if peers:
+            return peers[0].site
+        is_reading = self._member.status.phase == "input"
+        return where_is(self._member.status.thread) if is_reading else self._member.status.site
+
+    def _end_process(self) -> None:
+        failure = self._member.failure or Failure("", "")
+        where = "its input" if self._member.status.phase == "input" else "native code"
+        self._write(
+            f"phalanx: {self._member.task} hangs in {where} although the job has failed, and is "
+            f"ended with exit code {STUCK_EXIT_CODE}. The failure: {failure.text}"
+        )
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                continue
+        self._end(STUCK_EXIT_CODE)
+
+    def _write(self, text: str) -> None:
+        file = self._file or sys.stderr
+        try:
+            file.write(text + "\n")
+            file.flush()
+        except (OSError, ValueError):
+            self._file = None  # a closed file is no reason to stop watching
+
+
+def _describe(row: Mapping[str, Any]) -> str:
+    """Who is late, and where it has been for how long."""
+    if row["state"] != "joined":
+        return str(row["worker"])
+    site = f" at {row['site']}" if row["site"] else ""
+    lasts = f" for {row['seconds']:.0f} seconds" if row["seconds"] >= 1 else ""
+    return f"{row['worker']} in phase {row['phase']!r}{lasts}{site}"
+
+
+def _is_ready(pending: Any) -> bool:
+    try:
+        return bool(pending.is_ready())
+    except (RuntimeError, ValueError):  # a deleted or failed array waits for nothing
+        return True
