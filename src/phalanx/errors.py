@@ -46,6 +46,7 @@ __all__ = [
     "PhalanxError",
     "RemoteDeviceError",
     "ResourceExhaustedError",
+    "ServerStateLostError",
     "StagedValueError",
     "StrategyMismatchError",
     "StructureMismatchError",
@@ -320,6 +321,14 @@ class WorkerLostError(UnavailableError):
 
 class WorkerFailedError(AbortedError, RuntimeError):
     """Another worker raised an exception. The message has its traceback: look there for the mistake."""
+
+
+class ServerStateLostError(UnavailableError):
+    """A parameter server runs, but does not hold the variables of this run any more.
+
+    Its process was restarted and kept nothing, or it serves another run now. Waiting does not help. Let
+    servers keep what they hold by ``durability="log"``, or begin anew from a checkpoint.
+    """
 
 
 class HubLostError(UnavailableError):

@@ -147,7 +147,8 @@ def test_a_wait_says_what_it_is_for(
 
 
 def test_what_only_a_lost_worker_had_is_said_to_be_lost() -> None:
-    with Job(1, 1) as job:
+    with Job(1, 1, start=False) as job:
+        job.start("ps", 0)
         count = job.variable(0.0)
 
         @px.function
@@ -157,10 +158,10 @@ def test_what_only_a_lost_worker_had_is_said_to_be_lost() -> None:
 
         # Its updates are made before it can tell: the coordinator is told of the loss first.
         coordinator = job.coordinator
-        coordinator.join()
         dispatcher = coordinator._dispatcher
-        receive = dispatcher._receive
+        receive = dispatcher._receive  # connections keep the one that is there when they are made
         dispatcher._receive = lambda worker, message: dispatcher._peers[worker].connection.close()  # type: ignore[method-assign,union-attr]
+        job.start("worker", 0)
         until(lambda: states(coordinator) == ["up"], "that the worker is up")
         value = coordinator.schedule(large, args=(1,))
         with pytest.raises(px.errors.UnavailableError, match="not run again"):
@@ -168,6 +169,21 @@ def test_what_only_a_lost_worker_had_is_said_to_be_lost() -> None:
         dispatcher._receive = receive  # type: ignore[method-assign]
         coordinator.join()
         assert float(count.numpy()) == 1
+
+
+def test_workers_that_can_never_get_ready_are_not_awaited() -> None:
+    with Job(1, 1, start=False) as job:
+        job.start("ps", 0)
+        count = job.variable(0.0)
+        job.stop("ps", 0)
+        job.start("ps", 0)  # which keeps nothing
+        job.start("worker", 0)
+        coordinator = job.coordinator
+        value = coordinator.schedule(adding([count]), args=(1,))
+        with pytest.raises(px.errors.ServerStateLostError, match="ps task 0, .* kept nothing"):
+            coordinator.join()
+        with pytest.raises(px.errors.CancelledError):
+            value.fetch()
 
 
 # -- slow workers -------------------------------------------------------------------------------------

@@ -393,3 +393,14 @@ def test_a_worker_that_has_halted_goes_on_in_the_next_era() -> None:
     assert machine.done(0, closure, 0) == [Settled(closure, Outcome.DONE)]
     machine.schedule()
     assert started(machine.dispatch()).era > second.era
+
+
+def test_what_waits_is_cancelled_when_nothing_can_succeed() -> None:
+    machine = Machine(1)
+    closure = machine.schedule()
+    error = Boom()
+    assert machine.doomed(error) == []
+    machine.worker_up(0)
+    assert machine.dispatch() == []
+    assert machine.take_error() == (error, [Settled(closure, Outcome.CANCELLED)])
+    assert machine.doomed(error) == [], "it may be said again"

@@ -105,6 +105,7 @@ class Dispatcher:
                 Greeting(i, connect),
                 partial(self._hand_over, i),
                 partial(self._cut, i),
+                self._give_up,
                 patience,
             )
             for i, task in enumerate(workers)
@@ -304,6 +305,15 @@ class Dispatcher:
                 peer.connection.close(TimeoutError("it does not answer"))
 
         self.loop.call_soon(close)
+
+    def _give_up(self, error: Exception) -> None:
+        """No worker can work any more; called in the thread of a link."""
+
+        def act() -> None:
+            if not self._is_idle():
+                self._act(self.machine.doomed(error))
+
+        self.loop.call_soon(act)
 
     def _lose(self, worker: int, connection: Connection, error: Exception | None) -> None:
         peer = self._peers[worker]

@@ -319,6 +319,13 @@ class Machine:
         self._calm(number)
         return self._fail(number, closure, error)
 
+    def doomed(self, error: BaseException) -> list[Action]:
+        """No closure can succeed any more, for a reason that is not its own."""
+        if self.error is not None:
+            return []
+        self.error = error
+        return self._recall()
+
     # -- starting --------------------------------------------------------------------------------
 
     def dispatch(self) -> list[Action]:
@@ -433,10 +440,7 @@ class Machine:
 
     def _fail(self, number: int, closure: _Closure, error: BaseException) -> list[Action]:
         settled = self._settle(number, closure, Outcome.FAILED, error)
-        if self.error is not None:
-            return settled
-        self.error = error
-        return [*settled, *self._recall()]
+        return [*settled, *self.doomed(error)]
 
     def _settle(
         self, number: int, closure: _Closure, outcome: Outcome, error: BaseException | None = None

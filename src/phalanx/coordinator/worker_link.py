@@ -16,7 +16,7 @@ import cloudpickle
 from phalanx.coordinator.messages import LIMITS, PURPOSE, Kind
 from phalanx.coordinator.values import load_error
 from phalanx.coordinator.worker_service import Greeting
-from phalanx.errors import DeadlineExceededError, PhalanxError
+from phalanx.errors import DeadlineExceededError, PhalanxError, ServerStateLostError
 from phalanx.job.hub.descriptions import Task
 from phalanx.net.endpoint import dial
 from phalanx.net.stream import Stream
@@ -44,6 +44,8 @@ class WorkerLink:
         greeting: what the worker is told first.
         up: called in the thread with each connection on which the worker is ready.
         silent: called in the thread when the worker does not answer any more.
+        doomed: called in the thread, each time, if the worker can never get ready: a parameter server
+            that it needs has lost what it held.
         patience: seconds that a worker may take to get ready, and seconds of silence that it may have.
     """
 
@@ -54,11 +56,12 @@ class WorkerLink:
         greeting: Greeting,
         up: Callable[[socket.socket], None],
         silent: Callable[[], None],
+        doomed: Callable[[ServerStateLostError], None],
         patience: tuple[float, float],
     ) -> None:
         self.task = task
         self._key, self._greeting = key, greeting
-        self._up, self._silent = up, silent
+        self._up, self._silent, self._doomed = up, silent, doomed
         self._ready_within, self._silence = patience
         self._lost = Bell()
         self._is_closed = False
@@ -102,16 +105,22 @@ class WorkerLink:
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        named = 0.0  # when it was said last that the worker is missing
         while not self._is_closed:
             try:
                 sock = self._connect()
             except (PhalanxError, OSError) as error:
                 self.reason = str(error)
                 if not self._is_closed:
-                    missing = time.monotonic() - (self.missing_since or time.monotonic())
-                    _log.warning("%s is missing for %.0f seconds: %s", self, missing, error)
+                    now = time.monotonic()
+                    if now - named >= _ATTEMPT:
+                        named, missing = now, now - (self.missing_since or now)
+                        _log.warning("%s is missing for %.0f seconds: %s", self, missing, error)
+                    if isinstance(error, ServerStateLostError):
+                        self._doomed(error)
                     self._lost.wait(_PAUSE)
                 continue
+            named = 0.0
             self._lost.wait(0)  # of the connection before
             self.missing_since = None
             self._up(sock)

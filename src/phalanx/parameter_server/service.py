@@ -17,7 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import FailedPreconditionError, InvalidValueError, PhalanxError, UnavailableError
+from phalanx.errors import (
+    FailedPreconditionError,
+    InvalidValueError,
+    PhalanxError,
+    ServerStateLostError,
+    UnavailableError,
+)
 from phalanx.net.connection import Connection
 from phalanx.net.event_loop import EventLoop
 from phalanx.net.framing import Decoder, Message, ProtocolError
@@ -218,7 +224,7 @@ class ParameterService:
                 raise ProtocolError("A peer said hello wrongly.") from None
             self._begin_run(name, index, durability)
         else:
-            raise UnavailableError(
+            raise ServerStateLostError(
                 f"The parameter server, ps task {index}, does not hold the variables of this run: its "
                 "process was restarted and kept nothing, or it serves another run now. To let servers "
                 'survive, use durability="log". '
