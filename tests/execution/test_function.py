@@ -418,6 +418,17 @@ def test_variables_of_keys() -> None:
     assert float(result.values[0]) == float(result.values[1])
 
 
+@pytest.mark.parametrize("wrap", [px.function, jax.jit])
+def test_captured_scalars_become_arguments_of_a_run(wrap: Any) -> None:
+    s = px.MirroredStrategy(["CPU:0", "CPU:1"])
+    numbers = s.experimental_distribute_values_from_function(
+        lambda c: np.float32(c.replica_id_in_sync_group + 1)
+    )
+    result = wrap(lambda: s.run(lambda x: 2 * x, args=(numbers,)))()
+    assert [float(x) for x in s.experimental_local_results(result)] == [2.0, 4.0]
+    assert [float(x) for x in numbers.values] == [1.0, 2.0], "no tracer stays"
+
+
 def test_captured_distributed_values_are_each_replicas_own() -> None:
     s = two()
     value = per_replica(s, lambda i: 10.0 * i)

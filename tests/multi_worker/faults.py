@@ -231,3 +231,21 @@ def impatient_call(compiled: bool, late: int) -> Outcome:
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return type(error).__name__, str(error), time.time()
     return "", "", time.time()
+
+
+def unread(guilty: int) -> Outcome:
+    """Steps that return while they run, and results that the program does not read."""
+    s = px.MultiWorkerMirroredStrategy()
+    px.config.protect_variables(False)
+    with s.scope():
+        total = px.Variable(0.0, aggregation=px.VariableAggregation.SUM)
+    one = s.experimental_distribute_values_from_function(lambda c: np.float32(1.0))
+    step = px.function(lambda x: s.run(total.assign_add, args=(x,)))
+    try:
+        for i in range(10**9):
+            if i == 3 and me() == guilty:
+                hold()
+            step(one)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return type(error).__name__, str(error), time.time()
+    return "", "", time.time()

@@ -102,6 +102,19 @@ def test_a_death(phase: str, compiled: bool, devices: int, guilty: int) -> None:
     assert len({text for _, text, _ in told}) == 1
 
 
+def test_a_death_is_named_where_steps_return_early() -> None:
+    guilty = 1
+    with started_cluster() as cluster:
+        run = cluster.start(faults.unread, guilty)
+        wait_until(cluster, run, guilty, "ready")
+        killed = time.time()
+        cluster.kill(guilty)
+        for kind, text, when in outcomes(run.results(timeout=30.0), guilty):
+            assert kind == "WorkerLostError", text
+            assert re.match(rf"worker {guilty} .*was killed by signal 9 \(SIGKILL\)", text), text
+            assert when - killed < KNOWN_WITHIN
+
+
 @three
 def test_a_death_at_the_end(guilty: int) -> None:
     """The others have done their work, and do not wait for the one that will not come."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -216,3 +218,35 @@ def test_workers_tell_what_they_are_doing(cluster: px.testing.MultiProcess) -> N
         assert "compile" in phases
         assert phases[-1] == "step"
         assert steps == 4
+
+
+def test_without_protection_a_step_returns_while_it_runs(
+    cluster: px.testing.MultiProcess, tmp_path: Path
+) -> None:
+    """The others begin the second step only when they hear that it has returned on the first worker."""
+    pipes = [tmp_path / f"{i}" for i in range(1, len(cluster.pids))]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+
+    def steps() -> float:
+        s = strategy()
+        me = s.cluster_resolver.task_id or 0
+        with s.scope():
+            total = px.Variable(0.0, aggregation=px.VariableAggregation.SUM)
+        px.config.protect_variables(False)
+        try:
+            one = s.experimental_distribute_values_from_function(lambda c: np.float32(1.0))
+            step = px.function(lambda x: s.run(total.assign_add, args=(x,)))
+            step(one)
+            if me:
+                pipes[me - 1].read_text()
+            step(one)
+            if not me:
+                for pipe in pipes:
+                    pipe.write_text("returned")
+            step(one)
+        finally:
+            px.config.protect_variables(True)
+        return float(total.numpy()) / s.num_replicas_in_sync
+
+    assert set(cluster.run(steps)) == {3.0}

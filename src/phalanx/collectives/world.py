@@ -315,10 +315,10 @@ class OrderlyLedger:
         self._settle()
         return self.inner.meet(shared)
 
-    def begun(self, token: Any) -> None:
+    def begun(self, token: Any, may_return: bool) -> None:
         """See `Ledger.begun`."""
         self.token = token
-        self.inner.begun(token)
+        self.inner.begun(token, may_return)
 
 
 @functools.lru_cache(maxsize=1000)

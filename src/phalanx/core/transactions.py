@@ -44,9 +44,16 @@ def protect_variables(enabled: bool) -> None:
 
     If another worker dies in the middle of such a step, this worker's variables then still have the
     values from before it, for a last checkpoint. The price is memory: old and new values exist at the
-    same time. On CPU devices this is the default. On other devices old values are overwritten, as
-    memory is scarce there and a failed step mostly ends the process. Call it before the first step.
-    The environment variable PHALANX_PROTECT_VARIABLES, 0 or 1, says the same.
+    same time, and time: on CPU devices such a step is awaited. On CPU devices this is the default. On
+    other devices old values are overwritten, as memory is scarce there and a failed step mostly ends
+    the process. Call it before the first step. The environment variable PHALANX_PROTECT_VARIABLES, 0 or
+    1, says the same.
+
+    Without protection steps are asynchronous: a call returns while its program runs, and the next one
+    waits for it. If another worker fails, that next call raises the error which names it. A plain
+    `jax.Array` that is read before then raises an error of JAX; the traceback of a program that ends
+    with it names the worker in a note. Variables cannot be read after a failure: go back to a
+    checkpoint.
 
     Examples:
         >>> import phalanx as px

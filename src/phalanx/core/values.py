@@ -343,7 +343,8 @@ class PerReplica(ReplicaValues, ArrayOperators):
     def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
         first = values[0]
         if first.ndim == 0:
-            rows = [place(v[None], v.device) for v in values]
+            with jax.ensure_compile_time_eval():  # a program that captures the value may ask first
+                rows = [place(v[None], v.device) for v in values]
             return compat.assemble((len(devices),), stacked_over(devices), rows)
         shape = (first.shape[0] * len(devices), *first.shape[1:])
         return compat.assemble(shape, stacked_over(devices), values)

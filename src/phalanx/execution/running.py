@@ -176,7 +176,7 @@ class Runner:
             with uninterrupted():
                 return overwrite()
 
-        return transactions.in_turn(lambda: THROTTLE.in_order(start, shared)[0])
+        return transactions.in_turn(lambda: THROTTLE.in_order(start, shared, may_return=True)[0])
 
     def _keep(
         self,

@@ -70,9 +70,19 @@ class Throttle:
         return result
 
     def in_order(
-        self, start: Callable[[], tuple[T, jax.Array]], shared: SharedProgram
+        self,
+        start: Callable[[], tuple[T, jax.Array]],
+        shared: SharedProgram,
+        *,
+        may_return: bool = False,
     ) -> tuple[T, jax.Array]:
-        """Let a program start in which other workers take part, on all of them in the same order."""
+        """Let a program start in which other workers take part, on all of them in the same order.
+
+        Args:
+            start: starts it.
+            shared: what the others must run.
+            may_return: whether the caller may go on while it runs, also between CPUs.
+        """
         ledger = shared_programs.ledger()
         if ledger is None:
             return start()
@@ -81,7 +91,7 @@ class Throttle:
                 self._keep_order()
                 result, token = start()
             self._latest_between_workers = threading.get_ident(), token
-            ledger.begun(token)
+            ledger.begun(token, may_return)
             return result, token
 
     def start(self, program: Callable[..., tuple[T, jax.Array]], *args: Any) -> tuple[T, jax.Array]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import threading
 import time
 from collections.abc import Hashable
@@ -39,7 +41,9 @@ def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap
                 )
             return connection
         connection = bootstrap.connect(resolver, deadline=deadline)
-        use_ledger(WorkerLedger(connection.member))
+        ledger = WorkerLedger(connection.member)
+        atexit.register(ledger.settle_at_exit)
+        use_ledger(ledger)
         activity.watched_by(connection.member.status, connection.member.check)
         name_task(resolver.task_type or "worker", resolver.task_id or 0)
         _connected.append((who, connection))
@@ -61,6 +65,7 @@ class WorkerLedger:
         self._waiting = member.waiting("")
         self._awaits_results = jax.default_backend() == "cpu"
         self._waiter = Waiter()
+        self._under_way: tuple[Waiting, Any] | None = None
         self._failed_since: float | None = None
 
     def meet(self, shared: SharedProgram) -> Waiting:
@@ -69,6 +74,7 @@ class WorkerLedger:
         The throttle runs one program at a time, so that each has one `Waiting` for all its runs.
         """
         member = self._member
+        self.settle()
         member.check()
         self._sequence += 1
         known = self._known.get(shared.key)
@@ -81,16 +87,32 @@ class WorkerLedger:
         member.status.begin(self._sequence, details)
         return self._waiting
 
-    def begun(self, token: Any) -> None:
+    def begun(self, token: Any, may_return: bool) -> None:
         """The program was dispatched; `token` is ready when it has finished.
 
-        Between CPUs it is awaited here. What fails later would be raised where the program reads a
-        result, by JAX, where the error could not name the worker behind it.
+        Between CPUs it is awaited: here, or before the next one if the caller may go on. Else JAX would
+        raise what fails, where the program reads a result, and the error could not name the worker
+        behind it.
         """
         self._member.status.pending = token
         if self._awaits_results:
-            with self._waiting:
+            self._under_way = (self._waiting, token)
+            if not may_return:
+                self.settle()
+
+    def settle(self) -> None:
+        """Wait for the program that is under way between CPUs; raises why it has failed."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            waiting, token = under_way
+            with waiting:
                 self._waiter.wait(token, self._look)
+
+    def settle_at_exit(self) -> None:
+        """Let the last program end before this process leaves the others, unless the job has failed."""
+        if self._member.failure is None:
+            with contextlib.suppress(Exception):  # the end of the process tells of failures
+                self.settle()
 
     def _look(self) -> None:
         """Leave a program that does not come back although the job has failed."""

@@ -54,8 +54,13 @@ class Ledger(Protocol):
         """Make sure that all workers come to the same program; the program runs inside."""
         ...
 
-    def begun(self, token: Any) -> None:
-        """The program was dispatched; `token` is ready when it has finished."""
+    def begun(self, token: Any, may_return: bool) -> None:
+        """The program was dispatched; `token` is ready when it has finished.
+
+        Args:
+            token: an array.
+            may_return: whether the caller may go on while the program runs.
+        """
         ...
 
 
