@@ -124,9 +124,8 @@ def test_the_program_of_the_guide(script: Script, capfd: pytest.CaptureFixture[s
     program = re.findall(r"```python\n# train.py\n(.*?)```", guide, re.DOTALL)[0]
     expected = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)[0]
     assert main(["run", "-n", "2", "--devices-per-worker", "2", script(program)]) == 0
-    # Threads of gloo print, too: a line of text, and its end separately.
-    lines = [line for line in capfd.readouterr().out.splitlines() if "[Gloo]" not in line]
-    assert sorted(line for line in lines if not line.endswith("] ")) == expected.splitlines()
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(line for line in lines if "[Gloo]" not in line) == expected.splitlines()
 
 
 def test_the_reference_lists_every_option(capfd: pytest.CaptureFixture[str]) -> None:

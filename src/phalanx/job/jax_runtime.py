@@ -170,6 +170,6 @@ def _without_greetings() -> Iterator[None]:
             os.dup2(kept, 1)
             os.close(kept)
             file.seek(0)
-            for line in file:
-                if not line.startswith(b"[Gloo] "):
+            for line in file:  # several threads print, and each prints the end of a line separately
+                if line.strip() and b"[Gloo] " not in line:
                     os.write(1, line)
