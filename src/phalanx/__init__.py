@@ -28,6 +28,8 @@ Names load on first use, so that ``import phalanx`` costs next to nothing. Where
 
 import ast
 import importlib
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,24 @@ def _homes() -> dict[str, tuple[str, str]]:
     }
 
 
+def _prepare_cpu_devices() -> None:
+    """Let XLA have enough threads for the CPU devices that the environment asks for.
+
+    It reads their number when JAX starts, which may be long before the first strategy is created.
+    """
+    if "JAX_NUM_CPU_DEVICES" not in os.environ and "XLA_FLAGS" not in os.environ:
+        return
+    if "jax" in sys.modules:
+        from phalanx.runtime.devices import prepare_backend
+
+        prepare_backend()
+    else:
+        from phalanx.runtime.cpu_pool import prepare_as_asked
+
+        prepare_as_asked()
+
+
+_prepare_cpu_devices()
 _HOMES = _homes()
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605

@@ -130,6 +130,20 @@ def outside(strategy: px.Strategy, width: int, steps: int) -> None:
     training.check(steps)
 
 
+def results(strategy: px.Strategy, width: int, steps: int) -> None:
+    """Compiled steps, and computations with what one replica returned, as a sum of losses."""
+    training = Training(strategy, width)
+    total = jnp.zeros(())
+
+    def step() -> None:
+        nonlocal total
+        total = total + jnp.sum(strategy.experimental_local_results(training.step())[0] * 2.0)
+
+    _repeat(step, steps)
+    assert bool(jnp.isfinite(total))
+    training.check(steps)
+
+
 def plain_jit(strategy: px.Strategy, width: int, steps: int) -> None:
     """Pure steps, compiled by `jax.jit`, which hands them to XLA by itself."""
     x = strategy.experimental_distribute_values_from_function(lambda _: jnp.ones((16, width)))
@@ -151,7 +165,7 @@ def plain_jit(strategy: px.Strategy, width: int, steps: int) -> None:
 
 
 KINDS: dict[str, Callable[[px.Strategy, int, int], None]] = {
-    f.__name__: f for f in (compiled, eager, threads, rotation, outside, plain_jit)
+    f.__name__: f for f in (compiled, eager, threads, rotation, outside, results, plain_jit)
 }
 
 

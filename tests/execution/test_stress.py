@@ -48,8 +48,8 @@ def start(*arguments: object, **settings: str) -> subprocess.CompletedProcess[st
         pytest.fail(f"still running after {TIMEOUT:.0f} s\n{_tail(error.stdout)}{_tail(error.stderr)}")
 
 
-def run(kind: str, replicas: int, width: int, steps: int) -> None:
-    done = start(kind, replicas, width, steps)
+def run(kind: str, replicas: int, width: int, steps: int, **settings: str) -> None:
+    done = start(kind, replicas, width, steps, **settings)
     if done.returncode != 0 or not done.stdout.endswith("done\n"):
         pytest.fail(f"ended with {done.returncode}\n{_tail(done.stdout)}{_tail(done.stderr)}")
 
@@ -61,6 +61,11 @@ def _tail(output: str | bytes | None) -> str:
 
 def test_many_steps_without_waiting() -> None:
     run("compiled", replicas=8, width=64, steps=100)
+
+
+def test_a_pool_of_threads_that_is_too_small() -> None:
+    """As JAX makes it if it starts before Phalanx has any say; results fill its queues, too."""
+    run("results", replicas=8, width=256, steps=60, PJRT_NPROC="8")
 
 
 @pytest.mark.soak

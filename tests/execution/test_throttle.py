@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.execution.throttle import Throttle
+from phalanx.execution.throttle import MAX_IN_FLIGHT, Throttle
 from phalanx.job import shared_programs
 from phalanx.job.shared_programs import SharedProgram
 
@@ -36,6 +36,19 @@ def test_programs_wait_for_the_one_a_limit_ago() -> None:
     assert throttle.in_flight == 2
 
 
+@pytest.mark.parametrize(("threads", "limit"), [("16", MAX_IN_FLIGHT), ("15", 1)])
+def test_programs_wait_for_each_other_if_the_pool_is_too_small(
+    threads: str, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PJRT_NPROC", threads)  # as it was when JAX started, with eight devices
+    throttle = Throttle()
+    for _ in range(20):
+        throttle.dispatch(lambda: (None, Token([], "")))
+        assert throttle.in_flight <= limit
+    assert throttle.in_flight == limit
+    assert ("PJRT_NPROC=16" in caplog.text) == (limit == 1)
+
+
 def test_a_program_that_fails_to_start_leaves_no_trace() -> None:
     throttle = Throttle(limit=1)
 
@@ -55,7 +68,7 @@ class Ledger:
     def meet(self, shared: SharedProgram) -> Iterator[None]:
         yield
 
-    def begun(self, token: Any) -> None:
+    def begun(self, token: Any, may_return: bool) -> None:
         pass
 
 

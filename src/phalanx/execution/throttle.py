@@ -6,11 +6,16 @@ for a place in the queue. The pool that `prepare_backend` asks for is large enou
 changed once JAX has started. So all multi-device programs of Phalanx are also dispatched here: one at a
 time, and each waits until the one sixteen before it has finished. On other platforms the bound merely
 limits memory.
+
+What the user computes with results of programs takes places in the queue, too. If JAX was started with
+a smaller pool, before Phalanx had any say, that alone could fill it, so each program then waits for the
+one before it.
 """
 
 from __future__ import annotations
 
 import collections
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,10 +25,14 @@ import jax.numpy as jnp
 
 from phalanx.job import shared_programs
 from phalanx.job.shared_programs import SharedProgram
+from phalanx.runtime import cpu_pool
+from phalanx.runtime.devices import cpu_device_count
 
 T = TypeVar("T")
 
 MAX_IN_FLIGHT = 16
+
+_log = logging.getLogger("phalanx")
 
 
 class Throttle:
@@ -31,9 +40,12 @@ class Throttle:
 
     The token is a small array that is ready when the program has finished. It is kept here and given
     to no other code, so that holding it neither keeps results alive nor breaks when they are donated.
+
+    Args:
+        limit: how many programs may be in flight; by default as many as are safe.
     """
 
-    def __init__(self, limit: int = MAX_IN_FLIGHT) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
         # Signal handlers may dispatch programs too, hence locks that a thread can take again.
         self._lock = threading.RLock()
@@ -104,7 +116,10 @@ class Throttle:
     def make_room(self) -> None:
         """Wait until fewer programs are in flight than there may be."""
         tokens = self._tokens
-        while len(tokens) >= self._limit:
+        limit = self._limit
+        if limit is None:
+            limit = self._limit = _safe_limit()
+        while len(tokens) >= limit:
             try:  # noqa: SIM105 - which takes longer
                 tokens.popleft().block_until_ready()
             except (IndexError, jax.errors.JaxRuntimeError):
@@ -124,6 +139,23 @@ class Throttle:
     def in_flight(self) -> int:
         """How many programs may still be running."""
         return len(self._tokens)
+
+
+def _safe_limit() -> int:
+    """How many programs may be in flight, whatever else the user computes; JAX has started."""
+    size, needed = cpu_pool.threads(cpu_device_count())
+    if size >= needed:
+        return MAX_IN_FLIGHT
+    _log.warning(
+        "JAX was started before Phalanx could prepare it: XLA has %d threads for its CPU devices and "
+        "needs %d to let several steps be under way. So each step waits for the one before it. Call "
+        "px.config.ensure_cpu_devices, or create the strategy, before the first computation, or set "
+        "the environment variable PJRT_NPROC=%d.",
+        size,
+        needed,
+        needed,
+    )
+    return 1
 
 
 def token(between_workers: bool) -> jax.Array:

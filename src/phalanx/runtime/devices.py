@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from phalanx.errors import (
     InvalidValueError,
     RemoteDeviceError,
 )
-from phalanx.runtime import compat
+from phalanx.runtime import compat, cpu_pool
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer, parse_digits
 
@@ -353,13 +353,15 @@ def set_cpu_device_count(count: int) -> None:
                 f"Received: {count} logical devices"
             )
         return
-    if _forced_by_flags() not in (None, count):
+    forced = cpu_pool.forced_by_flags(os.environ)
+    if forced not in (None, count):
         raise FrozenDevicesError(
-            "The environment variable XLA_FLAGS already asks for "
-            f"{_forced_by_flags()} CPU devices. Remove the flag or ask for the same number. "
+            f"The environment variable XLA_FLAGS already asks for {forced} CPU devices. Remove the "
+            "flag or ask for the same number. "
             f"Received: {count} logical devices"
         )
     jax.config.update("jax_num_cpu_devices", count)
+    prepare_backend()
 
 
 def ensure_cpu_devices(count: int) -> None:
@@ -387,64 +389,16 @@ def cpu_device_count() -> int:
     if compat.backends_are_initialized():
         return len(jax.local_devices(backend="cpu"))
     configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]
-    return configured if configured > 0 else (_forced_by_flags() or 1)
+    return configured if configured > 0 else (cpu_pool.forced_by_flags(os.environ) or 1)
 
 
 def prepare_backend() -> None:
-    """Size XLA's CPU thread pool before JAX starts, so that collectives cannot starve it.
-
-    One pool launches and runs multi-device programs on CPU. With fewer than two threads per device
-    it deadlocks once many programs are in flight, so the pool gets ``max(cores, 2 * devices)``
-    threads. Does nothing if JAX has started or the user has set PJRT_NPROC. A number that a parent
-    process chose for itself, and that was inherited, is not the user's.
-    """
-    given = os.environ.get("PJRT_NPROC")
-    users = given is not None and given != os.environ.get(_CHOSEN_POOL)
-    if compat.backends_are_initialized() or users:
-        return
-    count = cpu_device_count()
-    if count > 1:
-        size = str(max(os.cpu_count() or 1, 2 * count))
-        os.environ["PJRT_NPROC"] = os.environ[_CHOSEN_POOL] = size
-    elif given is not None:
-        del os.environ["PJRT_NPROC"]
+    """Size XLA's CPU thread pool, unless JAX has started; see `phalanx.runtime.cpu_pool`."""
+    if not compat.backends_are_initialized():
+        cpu_pool.prepare(cpu_device_count())
 
 
 _MOST_DEVICES = 1 << 16
-
-_CHOSEN_POOL = "PHALANX_CHOSEN_PJRT_NPROC"
-"""The environment variable that marks a PJRT_NPROC as Phalanx's own choice."""
-
-
-def cpu_device_environment(count: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which another process starts JAX with `count` CPU devices.
-
-    Everything else is taken from `environ`. The pool of threads gets the size that `prepare_backend`
-    would choose, unless the user has chosen one.
-
-    Examples:
-        >>> flags = "--xla_force_host_platform_device_count=8"
-        >>> environment = cpu_device_environment(64, {"XLA_FLAGS": flags})
-        >>> environment["JAX_NUM_CPU_DEVICES"], environment["PJRT_NPROC"], environment["XLA_FLAGS"]
-        ('64', '128', '')
-    """
-    result = {**environ, "JAX_NUM_CPU_DEVICES": str(count)}
-    if "XLA_FLAGS" in result:
-        result["XLA_FLAGS"] = _FORCED.sub("", result["XLA_FLAGS"]).strip()
-    if result.get("PJRT_NPROC") == result.pop(_CHOSEN_POOL, None):
-        result.pop("PJRT_NPROC", None)
-        if count > 1:
-            size = str(max(os.cpu_count() or 1, 2 * count))
-            result["PJRT_NPROC"] = result[_CHOSEN_POOL] = size
-    return result
-
-
-_FORCED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
-
-
-def _forced_by_flags() -> int | None:
-    flag = _FORCED.search(os.environ.get("XLA_FLAGS", ""))
-    return parse_digits(flag.group(1)) if flag else None
 
 
 def _kinds(device_type: Any) -> list[str]:

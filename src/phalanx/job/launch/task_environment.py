@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from phalanx.errors import InvalidValueError
 from phalanx.job.hub.descriptions import Task
-from phalanx.runtime.devices import cpu_device_environment
+from phalanx.runtime.cpu_pool import cpu_device_environment
 
 __all__ = [
     "RETAIN_MEMORY",
