@@ -14,9 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 import jax
 
@@ -173,11 +171,7 @@ def connect(
 
 
 def join_hub(
-    place: Place,
-    timeout: float = 60.0,
-    *,
-    problem: Failure | None = None,
-    progress: Callable[[dict[str, Any]], None] | None = None,
+    place: Place, timeout: float = 60.0, *, problem: Failure | None = None
 ) -> tuple[Member, Roster]:
     """Find the job's hub, or start it if that is this process's part, and wait for all to join.
 
@@ -202,7 +196,7 @@ def join_hub(
             problem=problem,
         )
         try:
-            with Arrivals(place.tasks, progress) as arrivals:
+            with Arrivals(place.tasks) as arrivals:
                 roster = member.wait_joined(max(1.0, end - time.monotonic()), arrivals.note)
         except BaseException as error:
             member.report_exception(error)

@@ -29,13 +29,12 @@ class Job:
         self.state = JobState(tasks(count))
         self.now = 0.0
         self.inbox = {peer: [] for peer in range(100)}
-        self.events = []
         for rank in range(count if joined is None else joined):
             self.say(rank, join(rank, **about))
 
     def take(self, out):
         for peer, message in out:
-            (self.events if peer is None else self.inbox[peer]).append(message)
+            self.inbox[peer].append(message)
         return out
 
     def say(self, peer, message):
@@ -203,7 +202,6 @@ def test_the_first_failure_counts():
     job.take(job.state.lost(1, 1.0))
     job.say(2, {"type": "fail", "kind": "raised", "text": "an echo"})
     assert job.failures(0) == job.failures(2) == ["boom"]
-    assert [m["text"] for m in job.events if m["type"] == "later"][-1] == "an echo"
 
 
 # -- exchanges and signatures ----------------------------------------------------------------------

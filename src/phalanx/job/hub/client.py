@@ -59,7 +59,6 @@ class Member:
         task_type: the type of this process's task.
         task_id: its index.
         cluster: a text that describes the cluster; must be the same on all workers.
-        devices: how many devices this worker brings, for people.
         timeout: seconds within which the hub must be reached.
         problem: what is already known to be wrong with this worker; joining then fails the job.
         about: overrides for what is told of this process, such as its versions.
@@ -78,7 +77,6 @@ class Member:
         task_id: int,
         *,
         cluster: str = "",
-        devices: int | None = None,
         timeout: float = 60.0,
         problem: Failure | None = None,
         about: Mapping[str, Any] | None = None,
@@ -115,7 +113,6 @@ class Member:
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "cluster": cluster,
-                "devices": devices,
                 "problem": None if problem is None else problem.as_dict(),
                 **versions(),
                 **(about or {}),
@@ -264,14 +261,14 @@ class Member:
                 self._changed.wait_for(lambda: self._failure is not None, timeout)
         return None if self._failure is None else self._error()
 
-    def report_exception(self, error: BaseException, timeout: float = 5.0) -> None:
+    def report_exception(self, error: BaseException) -> None:
         """Tell all workers that this one has failed; returns when the hub knows."""
         if isinstance(error, PhalanxError) and self._failure is not None:
             return  # it was the others' failure in the first place
         shown = "".join(traceback.format_exception(error))
         headline = "".join(traceback.format_exception_only(error)).strip()
         who = f"{self.task} (pid {os.getpid()} on {socket.gethostname()})"
-        self.report(Failure("raised", f"{who} raised {headline}\n\n{shown}", self.task), timeout)
+        self.report(Failure("raised", f"{who} raised {headline}\n\n{shown}", self.task))
 
     def report(self, failure: Failure, timeout: float = 5.0) -> None:
         """Tell all workers that the job cannot go on; returns when the hub knows."""
@@ -301,11 +298,6 @@ class Member:
         """
         answer = self._ask({"type": "table", "every": every}, timeout)
         return WorkerTable(answer["rows"]), bool(answer["first"])
-
-    def stacks(self, timeout: float = 5.0) -> dict[str, str]:
-        """The Python stacks of all workers, by task."""
-        answer = self._ask({"type": "stacks", "patience": timeout}, timeout + _ANSWER)
-        return dict(answer["stacks"])
 
     def leave(self, timeout: float = 2.0) -> None:
         """Say that this worker has finished, and close the connection."""

@@ -5,8 +5,8 @@ tasks, or stays an observer, which may only ask. Every event returns what must b
 are no sockets, threads or clocks in here: the time is an argument.
 
 A job has one failure, the first. Every member that is there is told once, and every member that comes
-later is told when it comes. What goes wrong afterwards is mostly an echo of the first failure, so only
-the process that runs the hub hears of it.
+later is told when it comes. What goes wrong afterwards is mostly an echo of the first failure, and is
+told to none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class JobState:
     >>> _ = state.handle(7, {"type": "join", "task_type": "worker", "task_id": 0}, now=0.0)
     >>> out = state.handle(8, {"type": "join", "task_type": "worker", "task_id": 1}, now=1.0)
     >>> [peer for peer, message in out if message["type"] == "ready"]
-    [7, 8, None]
+    [7, 8]
     """
 
     def __init__(self, expected: Sequence[Task], *, has_service: bool = False) -> None:
@@ -211,18 +211,9 @@ class JobState:
         ended = [record for record in self._records if record.is_gone and not record.info]
         return self._fail_exit(ended[0]) if ended and self._joined() else []
 
-    def declare(self, failure: Failure, now: float) -> list[Out]:
-        """The process that runs the hub says that the job cannot go on."""
-        return self._fail(failure) + self._settle(now)
-
     def tick(self, now: float) -> list[Out]:
         """Time has passed: stop waiting for answers that do not come."""
         return self._settle(now)
-
-    def ask_stacks(self, request: int, now: float, patience: float = STACK_PATIENCE) -> list[Out]:
-        """The process that runs the hub wants the stacks of all members."""
-        message = {"request": request, "patience": patience}
-        return self._ask_stacks(None, message, now)
 
     # -- joining ---------------------------------------------------------------------------------
 
@@ -235,7 +226,6 @@ class JobState:
             for name in ("host", "phalanx", "jax", "python", "cluster")
         }
         info["pid"] = fields.whole(message, "pid", 0)
-        info["devices"] = None if message.get("devices") is None else fields.whole(message, "devices")
         problem = fields.failure(message, "problem")
         record = self._by_task.get(key)
         if record is None or record.state != "absent":
@@ -248,14 +238,12 @@ class JobState:
             return [*out, (peer, {"type": "failure", **self._failure.as_dict()})]
         here = {"type": "joined", "worker": str(record.task), **info, "missing": self._missing_names()}
         out += self._to_all(here)
-        out.append((None, here))
         if problem is not None:
             out += self._fail(problem)
         out += self._check_alike(record) or self._check_complete()
         if self.is_ready and self._failure is None:
             members = [{"worker": str(s.task), **s.info} for s in self._records]
-            ready = {"type": "ready", "members": members, "service": self._has_service}
-            out += [*self._to_all(ready), (None, ready)]
+            out += self._to_all({"type": "ready", "members": members, "service": self._has_service})
         return out
 
     def _refuse(
@@ -326,9 +314,7 @@ class JobState:
     def _fail_message(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         kind, text = fields.label(message, "kind"), fields.text(message, "text")
         out = self._fail(Failure(kind, text, str(record.task)))
-        if message.get("request") is not None and record.peer is not None:
-            out.append((record.peer, heard(message)))
-        return out
+        return out if message.get("request") is None else out + self._answer(record, heard(message))
 
     def _broken(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member lost a connection to another member; that tells nothing yet if all are there."""
@@ -339,9 +325,7 @@ class JobState:
     def _leave(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         record.state = "left"
         record.status = {**record.status, "phase": "done"}
-        out: list[Out] = [(None, {"type": "left", "worker": str(record.task)})]
-        out.append((record.peer, heard(message)))
-        return out + self._settle(now)
+        return [*self._answer(record, heard(message)), *self._settle(now)]
 
     def _deadline(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member has waited for too long: ask those who are late where they are, then give up."""
@@ -385,7 +369,7 @@ class JobState:
         }
         return [(peer, answer)]
 
-    def _ask_stacks(self, peer: int | None, message: Mapping[str, Any], now: float) -> list[Out]:
+    def _ask_stacks(self, peer: int, message: Mapping[str, Any], now: float) -> list[Out]:
         patience = min(60.0, fields.seconds(message, "patience", STACK_PATIENCE))
         name = message.get("request")
         return self._questions.ask(peer, name, self._joined(), now + patience) + self._settle(now)
@@ -417,7 +401,7 @@ class JobState:
         for number in verdict.agreed:
             out += self._to_all({"type": "agreed", "sequence": number})
         for rank, number in verdict.questions:
-            out.append((self._records[rank].peer, {"type": "ran?", "sequence": number}))
+            out += self._answer(self._records[rank], {"type": "ran?", "sequence": number})
         return out if verdict.failure is None else out + self._fail(verdict.failure)
 
     def _settle_ends(self) -> list[Out]:
@@ -444,7 +428,8 @@ class JobState:
     def _answer_stacks(self, request: StackRequest, now: float) -> list[Out]:
         if request.deadline is not None:
             return self._give_up(request, now)
-        return [(request.asker, {"type": "stacks", "request": request.name, "stacks": request.texts})]
+        answer = {"type": "stacks", "request": request.name, "stacks": request.texts}
+        return [] if request.asker is None else [(request.asker, answer)]
 
     def _give_up(self, request: StackRequest, now: float) -> list[Out]:
         message = request.deadline or {}
@@ -478,13 +463,15 @@ class JobState:
 
     def _fail(self, failure: Failure) -> list[Out]:
         if self._failure is not None:
-            return [(None, {"type": "later", **failure.as_dict()})]
+            return []
         self._failure = failure
-        message = {"type": "failure", **failure.as_dict()}
-        return [*self._to_all(message), (None, message)]
+        return self._to_all({"type": "failure", **failure.as_dict()})
 
     def _to_all(self, message: dict[str, Any]) -> list[Out]:
-        return [(record.peer, message) for record in self._joined() if record.peer is not None]
+        return [out for record in self._joined() for out in self._answer(record, message)]
+
+    def _answer(self, record: TaskRecord, message: dict[str, Any]) -> list[Out]:
+        return [] if record.peer is None else [(record.peer, message)]
 
     def _joined(self) -> list[TaskRecord]:
         return [record for record in self._records if record.state == "joined"]

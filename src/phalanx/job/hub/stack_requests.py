@@ -14,8 +14,8 @@ __all__ = ["STACK_PATIENCE", "Out", "Questions", "StackRequest", "heard"]
 STACK_PATIENCE = 5.0
 """For how many seconds members may be asked for their stacks before the rest must do without."""
 
-Out = tuple[int | None, dict[str, Any]]
-"""A message and the peer that it is for; None stands for the process that runs the hub."""
+Out = tuple[int, dict[str, Any]]
+"""A message and the peer that it is for."""
 
 
 @dataclass
@@ -54,7 +54,8 @@ class Questions:
         """Ask members for their stacks."""
         number = next(self._numbers)
         self._open[number] = StackRequest(asker, name, {s.rank for s in records}, until, {}, deadline)
-        return [(record.peer, {"type": "stack?", "request": number}) for record in records]
+        question = {"type": "stack?", "request": number}
+        return [(record.peer, question) for record in records if record.peer is not None]
 
     def answer(self, record: TaskRecord, number: int, text: str) -> None:
         """A member has sent its stacks."""

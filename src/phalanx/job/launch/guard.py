@@ -114,19 +114,19 @@ def send_to_marked(mark: str, signum: int) -> bool:
     return bool(pids)
 
 
-def end_all(mark: str, groups: Iterable[int], patience: float = TERM_SECONDS) -> None:
+def end_all(mark: str, groups: Iterable[int]) -> None:
     """End process groups and marked processes: SIGTERM, and SIGKILL to what is left."""
     groups = list(groups)
 
     def send(signum: int) -> bool:
         return any([*(send_to_group(g, signum) for g in groups), send_to_marked(mark, signum)])
 
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + TERM_SECONDS
     alive = send(signal.SIGTERM)
     while alive and time.monotonic() < deadline:
         time.sleep(0.02)
         alive = send(0)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + TERM_SECONDS
     while send(signal.SIGKILL) and time.monotonic() < deadline:
         time.sleep(0.02)  # what is being forked while it is killed is found in the next round
 
