@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any, ClassVar, TypeVar, overload
 
-from phalanx.cluster.message import Int, Kind, Opaque, ProtobufMessage, Text, block, quoted, read_fields
+from phalanx.cluster.message import (
+    FieldKind,
+    Int,
+    Opaque,
+    ProtobufMessage,
+    Text,
+    block,
+    quoted,
+    read_fields,
+)
 from phalanx.cluster.tasks import normal_tasks, task_index, text
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime import protobuf_wire as wire
@@ -46,7 +55,7 @@ class TaskMap(MutableMapping[int, str]):
         return repr(self._tasks)
 
 
-class _Tasks(Kind):
+class _Tasks(FieldKind):
     """Addresses by index."""
 
     def default(self) -> dict[int, str]:
@@ -90,7 +99,7 @@ class JobDef(ProtobufMessage):
     name: str
     tasks: MutableMapping[int, str]
 
-    _FIELDS: ClassVar[Mapping[str, Kind]] = {"name": Text(1), "tasks": _Tasks(2)}
+    _FIELDS: ClassVar[Mapping[str, FieldKind]] = {"name": Text(1), "tasks": _Tasks(2)}
 
     def __init__(self, *, name: str | None = None, tasks: Mapping[int, str] | None = None) -> None:
         self._fill(name=name, tasks=tasks)
@@ -145,7 +154,7 @@ class JobList(MutableSequence[JobDef]):
         return job
 
 
-class _Jobs(Kind):
+class _Jobs(FieldKind):
     """A list of jobs."""
 
     def default(self) -> list[JobDef]:
@@ -188,13 +197,13 @@ class ClusterDef(ProtobufMessage):
 
     job: JobList
 
-    _FIELDS: ClassVar[Mapping[str, Kind]] = {"job": _Jobs(1)}
+    _FIELDS: ClassVar[Mapping[str, FieldKind]] = {"job": _Jobs(1)}
 
     def __init__(self, *, job: Iterable[JobDef | Mapping[str, Any]] | None = None) -> None:
         self._fill(job=job)
 
 
-class _Cluster(Kind):
+class _Cluster(FieldKind):
     """A `ClusterDef`."""
 
     def default(self) -> ClusterDef:
@@ -238,7 +247,7 @@ class ServerDef(ProtobufMessage):
     cluster_device_filters: Any
     replica: int
 
-    _FIELDS: ClassVar[Mapping[str, Kind]] = {
+    _FIELDS: ClassVar[Mapping[str, FieldKind]] = {
         "cluster": _Cluster(1),
         "job_name": Text(2),
         "task_index": Int(3),

@@ -1,7 +1,7 @@
 """Objects that are used as protobuf's messages are, without protobuf.
 
-A message has fields, each of one `Kind`. Every field always has a value; the default value is the same
-as none. Fields that are messages themselves are copied when they are assigned.
+A message has fields, each of one `FieldKind`. Every field always has a value; the default value is the
+same as none. Fields that are messages themselves are copied when they are assigned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime import protobuf_wire as wire
 from phalanx.runtime.formatting import shown
 
-__all__ = ["Int", "Kind", "Opaque", "ProtobufMessage", "Text", "block", "quoted", "read_fields"]
+__all__ = ["FieldKind", "Int", "Opaque", "ProtobufMessage", "Text", "block", "quoted", "read_fields"]
 
 # ruff: noqa: N802  - the methods of messages have protobuf's names
 
@@ -25,7 +25,7 @@ class _UnknownFieldError(InvalidTypeError, InvalidValueError, AttributeError):
     """A message has no field of that name."""
 
 
-class Kind(abc.ABC):
+class FieldKind(abc.ABC):
     """What the value of a field can be, and how it is written; `number` is that of the field."""
 
     def __init__(self, number: int) -> None:
@@ -56,7 +56,7 @@ class Kind(abc.ABC):
         """The value in protobuf's text format."""
 
 
-class Text(Kind):
+class Text(FieldKind):
     """A string."""
 
     def default(self) -> str:
@@ -76,7 +76,7 @@ class Text(Kind):
         return [f"{name}: {quoted(value)}"] if value else []
 
 
-class Int(Kind):
+class Int(FieldKind):
     """A signed number of 32 bits."""
 
     def default(self) -> int:
@@ -107,7 +107,7 @@ class Int(Kind):
         return [f"{name}: {value}"] if value else []
 
 
-class Opaque(Kind):
+class Opaque(FieldKind):
     """A message that nothing here reads: None, an object with `SerializeToString`, or such bytes."""
 
     def default(self) -> None:
@@ -139,7 +139,7 @@ class Opaque(Kind):
 class ProtobufMessage:
     """Fields with protobuf's names and rules; subclasses list them in `_FIELDS`, by number."""
 
-    _FIELDS: ClassVar[Mapping[str, Kind]] = {}
+    _FIELDS: ClassVar[Mapping[str, FieldKind]] = {}
 
     def _fill(self, **values: Any) -> None:
         for name, kind in self._FIELDS.items():
@@ -236,7 +236,7 @@ class ProtobufMessage:
             for line in kind.lines(name, getattr(self, name))
         ]
 
-    def _kind(self, name: str) -> Kind:
+    def _kind(self, name: str) -> FieldKind:
         if not isinstance(name, str) or name not in self._FIELDS:
             raise _UnknownFieldError(
                 f"A {type(self).__name__} has the fields {list(self._FIELDS)}. Received: {shown(name)}"

@@ -73,7 +73,7 @@ class InterruptedChannelError(Exception):
     """The operation before this one was interrupted, so it is not known what comes next."""
 
 
-class Link:
+class MemberLink:
     """The connection to a member, and what is on its way.
 
     Args:
@@ -123,7 +123,7 @@ class Channel:
         self, rank: int, sockets: Mapping[int, socket.socket], check: Callable[[], None]
     ) -> None:
         self.rank, self.check = rank, check
-        self.links = {r: Link(r, s) for r, s in sockets.items()}
+        self.links = {r: MemberLink(r, s) for r, s in sockets.items()}
         self.by_descriptor = {link.sock.fileno(): link for link in self.links.values()}
         self.poller = Poller()
         self.number = 0
@@ -246,7 +246,7 @@ class Transfer:
         finally:
             self._heard = None  # it knows this transfer
 
-    def _reads(self, link: Link) -> bool:
+    def _reads(self, link: MemberLink) -> bool:
         return bool(link.incoming) or link.rank in self._unheard
 
     def _wants(self) -> bool:
@@ -271,7 +271,7 @@ class Transfer:
             raise DifferentError(self.notices)
         return wanted != 0
 
-    def _watch(self, link: Link, mask: int) -> None:
+    def _watch(self, link: MemberLink, mask: int) -> None:
         try:
             self._channel.poller.watch(link.sock.fileno(), mask)
         except (OSError, ValueError) as error:  # it was closed
@@ -306,7 +306,7 @@ class Transfer:
 
     # -- one connection --------------------------------------------------------------------------
 
-    def _push(self, link: Link) -> None:
+    def _push(self, link: MemberLink) -> None:
         try:
             link.out.sent(link.sock.sendmsg(link.out.views(_MOST)))
         except BlockingIOError:
@@ -316,7 +316,7 @@ class Transfer:
                 raise LinkLostError(link.rank) from error
             link.out.clear()
 
-    def _pull(self, link: Link) -> None:
+    def _pull(self, link: MemberLink) -> None:
         cause: OSError | None = None
         try:
             if link.rank in self._unheard:
@@ -336,14 +336,14 @@ class Transfer:
             return
         self._use_held(link)
 
-    def _use_held(self, link: Link) -> None:
+    def _use_held(self, link: MemberLink) -> None:
         """Go as far as what was read ahead reaches."""
         if link.rank in self._unheard and not self._hear(link):
             return
         while link.incoming and link.decoder.holds:
             link.read()
 
-    def _hear(self, link: Link) -> bool:
+    def _hear(self, link: MemberLink) -> bool:
         """Compare what a member says with the own notice; returns whether it is all there."""
         if link.decoder.skip(self._frame):
             notice, is_same = self._own, True

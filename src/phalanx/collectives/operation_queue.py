@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from phalanx.runtime.futures import settle
 from phalanx.runtime.interrupts import uninterrupted
 
 T = TypeVar("T")
@@ -96,14 +97,7 @@ class OperationQueue:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, future = item
-            try:
-                with self._turn:
-                    result = work()
-            except BaseException as error:  # noqa: BLE001 - the future has it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
-            del item, work, future
+            with self._turn:
+                settle(item[1], item[0])
+            del item
             self._ended()

@@ -22,11 +22,11 @@ import jax
 import numpy as np
 
 from phalanx.collectives import groups
-from phalanx.collectives.channels import Channel, Link
+from phalanx.collectives.channels import Channel, MemberLink
 from phalanx.collectives.groups import Group
 from phalanx.collectives.reductions import Array, reduce_into, ufunc_of
 from phalanx.collectives.table import Request
-from phalanx.collectives.worker_calls import Call
+from phalanx.collectives.worker_calls import WorkerCall
 from phalanx.collectives.workers_on_host import given, is_at_once
 from phalanx.collectives.world import World
 from phalanx.core.reduction import ReduceOp
@@ -104,7 +104,9 @@ def keep(signed: Signature, group: Group, request: Request) -> None:
         return
     if len(world.prepared) >= _MOST:
         world.prepared.clear()
-    call = Call(request.operation.name, group, group.ranks.index(rank), False, describe(signed.frame))
+    call = WorkerCall(
+        request.operation.name, group, group.ranks.index(rank), False, describe(signed.frame)
+    )
     world.prepared[signed.key] = PreparedCall(world, channel, call, request, signed.frame.f_code)
 
 
@@ -120,7 +122,7 @@ class PreparedCall:
     """
 
     def __init__(
-        self, world: World, channel: Channel, call: Call, request: Request, code: CodeType
+        self, world: World, channel: Channel, call: WorkerCall, request: Request, code: CodeType
     ) -> None:
         self._world, self._channel, self._call, self._code = world, channel, call, code
         self._lane = world.lane(call.group.members)
@@ -179,7 +181,7 @@ class PreparedCall:
             except OSError:  # it is full, or closed
                 is_expected = False
             is_expected = is_expected and link.ahead == size
-        came: list[tuple[Link, list[Any], int]] = []
+        came: list[tuple[MemberLink, list[Any], int]] = []
         if is_expected:
             for link, into in zip(links, self._rooms, strict=True):
                 if link.decoder.holds:  # the general way reads ahead
@@ -228,7 +230,7 @@ class PreparedCall:
             self._channel.is_ahead = False
 
 
-def _receive(link: Link, into: list[Any]) -> int:
+def _receive(link: MemberLink, into: list[Any]) -> int:
     """Receive bytes into some buffers; returns how many have come, 0 if none does for a moment."""
     sock = link.sock
     try:

@@ -44,7 +44,7 @@ def perform(request: Request, group: Group, async_op: bool, timeout: float | Non
     return call.perform(request, timeout)
 
 
-def _check_source(call: Call, request: Request) -> None:
+def _check_source(call: WorkerCall, request: Request) -> None:
     source = request.ranks[request.root]
     if request.x is not None and call.me != request.root:
         raise InvalidValueError(
@@ -58,7 +58,7 @@ def _check_source(call: Call, request: Request) -> None:
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkerCall:
     """An operation of a group that this process is a member of.
 
     Args:
@@ -157,7 +157,7 @@ class Call:
         return groups.world().fail("mismatch", f"{self.name} at {self.site}: {text}")
 
 
-def begin(name: str, group: Any, async_op: bool, arrays: Sequence[Any] = ()) -> Call | None:
+def begin(name: str, group: Any, async_op: bool, arrays: Sequence[Any] = ()) -> WorkerCall | None:
     """The call of an operation; None if this process is no member of the group."""
     found = groups.find(group)
     rank = groups.world().rank
@@ -169,4 +169,4 @@ def begin(name: str, group: Any, async_op: bool, arrays: Sequence[Any] = ()) -> 
             f"{name} between workers needs known arrays. Inside jax.jit, px.function or lax.scan, "
             "communicate inside strategy.run, where ranks are the replicas. Received: a traced array"
         )
-    return Call(name, found, me, async_op, caller())
+    return WorkerCall(name, found, me, async_op, caller())

@@ -30,9 +30,9 @@ from phalanx.collectives.mismatches import different_operations
 from phalanx.collectives.operation_queue import OperationQueue
 from phalanx.errors import InvalidValueError, PhalanxError, UnauthenticatedError
 from phalanx.job import jax_distributed, shared_programs
-from phalanx.job.bootstrap import Connection
+from phalanx.job.bootstrap import JobConnection
 from phalanx.job.hub.descriptions import Failure
-from phalanx.job.hub.worker_status import PeerWait, Status
+from phalanx.job.hub.worker_status import PeerWait, WorkerStatus
 from phalanx.job.preflight import bind_host
 from phalanx.job.shared_programs import Ledger, SharedProgram
 from phalanx.job.tokens import find_token
@@ -53,7 +53,7 @@ class World:
         connection: to the other workers; None if there are none.
     """
 
-    def __init__(self, connection: Connection | None) -> None:
+    def __init__(self, connection: JobConnection | None) -> None:
         self._connection = connection
         self.rank = 0 if connection is None else connection.rank
         self.size = 1 if connection is None else connection.size
@@ -63,7 +63,7 @@ class World:
         self._channels: dict[tuple[int, ...], Channel] = {}
         self._lock = threading.Lock()
         self._links: Links | None = None
-        self._status = Status()
+        self._status = WorkerStatus()
         self.prepared: dict[Any, Any] = {}
         """What `prepared_calls` keeps for the calls of this process, by their signatures."""
         self._orderly: OrderlyLedger | None = None
@@ -73,7 +73,7 @@ class World:
         if connection is not None:
             self._join(connection)
 
-    def _join(self, connection: Connection) -> None:
+    def _join(self, connection: JobConnection) -> None:
         place = connection.place
         token = find_token(place.is_local).encode()
         self._hosts = [str(m.get("host")) for m in connection.roster]

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.collectives import groups
-from phalanx.collectives.eager_replicas import OwnHandle
-from phalanx.collectives.handles import Handle, Outcome
+from phalanx.collectives.handles import Handle, Outcome, OwnHandle, fill_with
 from phalanx.collectives.perform import GroupLike, Op, perform
 from phalanx.collectives.table import kind
 from phalanx.core.reduction import ReduceOp
@@ -23,6 +22,7 @@ from phalanx.core.replica_context import is_compiled
 from phalanx.core.variables import Variable
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.futures import settle
 
 
 def all_reduce_(
@@ -292,23 +292,14 @@ def filled(outcome: Outcome, fill: Callable[[Any], None], async_op: bool) -> Han
     """What an operation returns that writes its result somewhere when it is there."""
     result, handle = outcome
     if not async_op:
-        if result is not None:
-            fill(result)
+        fill_with(result, fill)
         return None
     if handle is None:
         return None
     if isinstance(handle, OwnHandle):
         return handle.filling(fill)
     future: Future[Any] = Future()
-
-    def finish(done: Future[Any]) -> None:
-        try:
-            if done.result() is not None:
-                fill(done.result())
-        except BaseException as error:  # noqa: BLE001 - the future has it
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    handle.get_future().add_done_callback(finish)
+    handle.get_future().add_done_callback(
+        lambda done: settle(future, lambda: fill_with(done.result(), fill))
+    )
     return handle.following(future)

@@ -39,7 +39,7 @@ from phalanx.net.addresses import split_address
 from phalanx.net.framing import ProtocolError
 from phalanx.runtime.deadlines import worker_deadline
 
-__all__ = ["Connection", "connect", "join_hub"]
+__all__ = ["JobConnection", "connect", "join_hub"]
 
 _log = logging.getLogger("phalanx")
 
@@ -48,7 +48,7 @@ _EXIT_GUARD = 10.0  # seconds that the end of a process may take after its job h
 _OLD_HUB = 6.0  # seconds for the hub of an older run to go away
 
 
-class Connection:
+class JobConnection:
     """This process as one of the workers of a job.
 
     Attributes:
@@ -121,7 +121,7 @@ def connect(
     deadline: float | None = None,
     warn_after: float | None = None,
     grace: float = 15.0,
-) -> Connection:
+) -> JobConnection:
     """Meet the other workers of the cluster and start JAX on the devices of all of them.
 
     Must come before JAX starts. What is wrong with the cluster is one clear error on every worker that
@@ -167,7 +167,7 @@ def connect(
         member.report_exception(error)
         member.leave()
         raise
-    return Connection(member, place, roster, watchdog.start(), tunnel)
+    return JobConnection(member, place, roster, watchdog.start(), tunnel)
 
 
 def join_hub(
@@ -267,7 +267,7 @@ def _wait_for_port(place: Place, token: str, bind: str | None) -> bool:
 
 # -- the end --------------------------------------------------------------------------------------
 
-_failed: list[Connection] = []
+_failed: list[JobConnection] = []
 
 
 def _guard_end() -> None:

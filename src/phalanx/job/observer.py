@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.errors import DeadlineExceededError, HubLostError, UnavailableError
 from phalanx.job.hub.connect import connect_to_hub
 from phalanx.job.hub.worker_table import WorkerTable
-from phalanx.net.client import Client
+from phalanx.net.client import RequestClient
 
 __all__ = ["Observer"]
 
@@ -24,7 +24,9 @@ class Observer:
 
     def __init__(self, address: str, token: str, timeout: float = 10.0) -> None:
         self.address = address
-        self._client = Client(connect_to_hub(address, token, timeout), "phalanx-observer").start()
+        self._client = RequestClient(
+            connect_to_hub(address, token, timeout), "phalanx-observer"
+        ).start()
 
     def table(self, timeout: float = 10.0) -> WorkerTable:
         """Who does what at this moment."""

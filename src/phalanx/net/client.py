@@ -19,7 +19,7 @@ from phalanx.net.framing import Decoder, Limits, Message, ProtocolError, encode
 from phalanx.net.handshake import ClientHandshake
 from phalanx.runtime.formatting import shown
 
-__all__ = ["Client", "authenticate", "connect"]
+__all__ = ["RequestClient", "authenticate", "connect"]
 
 _ATTEMPT = 5.0  # seconds for one try
 _PAUSE = 0.1  # seconds between tries
@@ -101,7 +101,7 @@ def _reason(error: OSError, host: str) -> str:
     return str(error.strerror or error)
 
 
-class Client:
+class RequestClient:
     """A connection with a thread of its own, which ends with it; all threads may use it.
 
     A request has a number, and so has its answer. The end that connects uses odd numbers, so that the
@@ -142,7 +142,7 @@ class Client:
             self.loop, sock, self._receive, self._closed, limits=limits, decoder=decoder
         )
 
-    def start(self) -> Client:
+    def start(self) -> RequestClient:
         """Begin to receive."""
         self.loop.start()
         return self

@@ -20,9 +20,9 @@ from phalanx.errors import DeadlineExceededError, PhalanxError, UnavailableError
 from phalanx.job.hub.connect import connect_to_hub
 from phalanx.job.hub.descriptions import Failure, is_broken_connection, shorten
 from phalanx.job.hub.worker_reports import LONGEST_SITE, Reporter
-from phalanx.job.hub.worker_status import Status, Waiting, all_stacks
+from phalanx.job.hub.worker_status import Waiting, WorkerStatus, all_stacks
 from phalanx.job.hub.worker_table import WorkerTable
-from phalanx.net.client import Client
+from phalanx.net.client import RequestClient
 from phalanx.net.framing import Message
 from phalanx.runtime.deadlines import worker_deadline
 
@@ -64,7 +64,7 @@ class Member:
         about: overrides for what is told of this process, such as its versions.
 
     Attributes:
-        status: what this worker is doing, to be written by the training thread; see `Status`.
+        status: what this worker is doing, to be written by the training thread; see `WorkerStatus`.
         wait: the innermost wait that is going on, or None.
         told: whether the program has been told of the job's failure by an exception.
     """
@@ -83,7 +83,7 @@ class Member:
     ) -> None:
         self.address, self.task = address, f"{task_type} {task_id}"
         self.rank, self.size = -1, 0
-        self.status = Status()
+        self.status = WorkerStatus()
         self.wait: Waiting | None = None
         self.told = False
         self._failure: Failure | None = None
@@ -97,7 +97,7 @@ class Member:
         self._agreed: set[int] = set()
         self._reporter = Reporter(self.status)
         self._closing = False
-        self._client = Client(
+        self._client = RequestClient(
             connect_to_hub(address, token, timeout),
             "phalanx-member",
             self._handle,
@@ -232,7 +232,7 @@ class Member:
             sequence: the number of the program in the order that all workers keep.
             digest: a hash of everything that must be the same.
             details: a dict that shows it to people: ``operation``, ``arrays``, ``site``. Give the same
-                object to `Status.begin` whenever the program is run, so that runs can be compared.
+                object to `WorkerStatus.begin` whenever the program runs, so that runs can be compared.
             timeout: seconds to wait, by default PHALANX_DEADLINE.
         """
         self.check()

@@ -20,8 +20,8 @@ from phalanx.job.hub import admission, fields, wait_graph
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit, shorten
 from phalanx.job.hub.program_order import MOST_CODES, Agreement
 from phalanx.job.hub.progress import Progress, TaskRecord, describe_place
-from phalanx.job.hub.stack_requests import STACK_PATIENCE, Out, Questions, StackRequest, heard
-from phalanx.job.hub.wait_graph import Want
+from phalanx.job.hub.stack_requests import STACK_PATIENCE, Out, StackRequest, StackRequests, heard
+from phalanx.job.hub.wait_graph import WaitEdge
 
 __all__ = ["STACK_PATIENCE", "JobState", "Out"]
 
@@ -60,7 +60,7 @@ class JobState:
         self._exchanges: dict[str, _Exchange] = {}
         self._agreement = Agreement(self._records)
         self._progress = Progress()
-        self._questions = Questions(self._records)
+        self._stack_requests = StackRequests(self._records)
         self._shown_at = -1e9  # when a member last showed the table
 
     # -- what is known ---------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class JobState:
     def _names(self) -> list[str]:
         return [str(record.task) for record in self._records]
 
-    def _wants(self, now: float) -> list[Want]:
+    def _wants(self, now: float) -> list[WaitEdge]:
         """Who waits for whom."""
         wants = wait_graph.step_wants(self._records)
         for record in self._joined():
@@ -119,7 +119,7 @@ class JobState:
                 if missing and record.state == "joined" and record.phase in ("wait", "input"):
                     since = max(posted, record.since)
                     what, site = f"the exchange {name!r}", record.status.get("site", "")
-                    wants.append(Want(rank, tuple(missing), since, record.reported, what, site))
+                    wants.append(WaitEdge(rank, tuple(missing), since, record.reported, what, site))
         return wants
 
     def _awaited(self, record: TaskRecord, now: float) -> list[float]:
@@ -176,7 +176,7 @@ class JobState:
 
     def lost(self, peer: int, now: float, cause: str = "") -> list[Out]:
         """The connection to a peer has ended. A member that had not left has died."""
-        self._questions.forget(peer)
+        self._stack_requests.forget(peer)
         record = self._by_peer.pop(peer, None)
         if record is None:
             return []
@@ -336,7 +336,7 @@ class JobState:
             "waiting": str(record.task),
         }
         ranks = fields.wholes(message, "ranks") if message.get("ranks") else ()
-        if self._failure is not None or self._questions.about_a_deadline:
+        if self._failure is not None or self._stack_requests.about_a_deadline:
             return []
         late = [s for s in self._joined() if self._behind(s, now) > 0]
         guilty = wait_graph.culprits(self._wants(now))
@@ -345,10 +345,14 @@ class JobState:
         others = [s for s in self._joined() if s is not record]
         late = late or [s for s in others if s.rank in ranks] or others
         final["late"] = [s.rank for s in late]
-        return self._questions.ask(None, None, late, now + STACK_PATIENCE, final) + self._settle(now)
+        return self._stack_requests.ask(None, None, late, now + STACK_PATIENCE, final) + self._settle(
+            now
+        )
 
     def _stack(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
-        self._questions.answer(record, fields.whole(message, "request"), fields.text(message, "text"))
+        self._stack_requests.answer(
+            record, fields.whole(message, "request"), fields.text(message, "text")
+        )
         return self._settle(now)
 
     # -- questions -------------------------------------------------------------------------------
@@ -372,7 +376,7 @@ class JobState:
     def _ask_stacks(self, peer: int, message: Mapping[str, Any], now: float) -> list[Out]:
         patience = min(60.0, fields.seconds(message, "patience", STACK_PATIENCE))
         name = message.get("request")
-        return self._questions.ask(peer, name, self._joined(), now + patience) + self._settle(now)
+        return self._stack_requests.ask(peer, name, self._joined(), now + patience) + self._settle(now)
 
     # -- consequences ----------------------------------------------------------------------------
 
@@ -386,7 +390,7 @@ class JobState:
         out += self._settle_agreement(now)
         out += self._settle_ends()
         out += self._settle_waits(now)
-        for request in self._questions.settle(now):
+        for request in self._stack_requests.settle(now):
             out += self._answer_stacks(request, now)
         return out
 

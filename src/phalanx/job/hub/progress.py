@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.job.hub.descriptions import Task
 
 if TYPE_CHECKING:
-    from phalanx.job.hub.wait_graph import Want
+    from phalanx.job.hub.wait_graph import WaitEdge
 
 __all__ = ["Progress", "TaskRecord"]
 
@@ -30,7 +30,7 @@ class TaskRecord:
     sequence: int = 0  # the last program that it has begun or wants to begin
     last: int | None = None  # the last program that it will ever run, once it is known
     operations: Mapping[str, int] = field(default_factory=dict)  # of px.comm, once that is known
-    waits: list[Want] = field(default_factory=list)  # for other members, as it has reported them
+    waits: list[WaitEdge] = field(default_factory=list)  # for other members, as it has reported them
     heard: float = 0.0
     reported: float = 0.0  # when its status came
     exit: str = ""  # how its process ended, if a launcher has told
@@ -40,7 +40,7 @@ class TaskRecord:
         """Whether the task was there and will not come back."""
         return self.state in ("left", "dead")
 
-    def has_ended(self, want: Want) -> bool:
+    def has_ended(self, want: WaitEdge) -> bool:
         """Whether it has come to its end without the operation that another waits for."""
         return self.last is not None and self.operations.get(want.channel, 0) < want.number
 

@@ -1,4 +1,4 @@
-"""Questions to members for their stacks, until all have answered or time is up; pure."""
+"""Requests to members for their stacks, until all have answered or time is up; pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.job.hub.progress import TaskRecord
 
-__all__ = ["STACK_PATIENCE", "Out", "Questions", "StackRequest", "heard"]
+__all__ = ["STACK_PATIENCE", "Out", "StackRequest", "StackRequests", "heard"]
 
 STACK_PATIENCE = 5.0
 """For how many seconds members may be asked for their stacks before the rest must do without."""
@@ -30,8 +30,8 @@ class StackRequest:
     deadline: dict[str, Any] | None = None  # the message that will end the job, once there are stacks
 
 
-class Questions:
-    """The questions of one job."""
+class StackRequests:
+    """The requests of one job that are under way."""
 
     def __init__(self, records: Sequence[TaskRecord]) -> None:
         self._records = records

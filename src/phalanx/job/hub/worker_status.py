@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from phalanx.job.hub.client import Member
 
-__all__ = ["PeerWait", "Status", "Waiting", "all_stacks"]
+__all__ = ["PeerWait", "Waiting", "WorkerStatus", "all_stacks"]
 
 _LONGEST = 1000  # characters of a text in a report
 _MOMENT = 0.2  # seconds
@@ -26,7 +26,7 @@ _OWN = "phalanx-"  # how the names of threads begin that Phalanx starts
 _REMEMBERED = 1024  # programs; more than are begun between two looks at the status
 
 
-class Status:
+class WorkerStatus:
     """What this worker is doing at the moment.
 
     Attributes:
@@ -41,7 +41,7 @@ class Status:
         peer_waits: the operations of px.comm that are under way.
         operations: how many operations of px.comm this worker has begun, by their members.
 
-    >>> status = Status()
+    >>> status = WorkerStatus()
     >>> status.begin(3, {"operation": "all_reduce"})
     >>> status.ran(3)
     {'operation': 'all_reduce'}
@@ -136,7 +136,7 @@ class PeerWait:
 
     def __init__(
         self,
-        status: Status,
+        status: WorkerStatus,
         what: str,
         site: str,
         missing: Callable[[], Sequence[int]],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterator
-from types import TracebackType
 
 from phalanx.errors import InvalidValueError, ResourceExhaustedError
 
@@ -55,12 +54,7 @@ class PortReservation:
     def __enter__(self) -> PortReservation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
