@@ -74,12 +74,7 @@ class InterruptedChannelError(Exception):
 
 
 class MemberLink:
-    """The connection to a member, and what is on its way.
-
-    Args:
-        rank: the member.
-        sock: the connection.
-    """
+    """The connection to a member, and what is on its way."""
 
     __slots__ = ("ahead", "decoder", "incoming", "mask", "out", "rank", "readable", "sock")
 
@@ -111,13 +106,7 @@ class MemberLink:
 
 
 class Channel:
-    """The connections between the members of a group, for one operation at a time.
-
-    Args:
-        rank: this worker.
-        sockets: the connection to each other member.
-        check: raises if the job has failed.
-    """
+    """The connections between the members of a group, for one operation at a time."""
 
     def __init__(
         self, rank: int, sockets: Mapping[int, socket.socket], check: Callable[[], None]
@@ -188,10 +177,7 @@ class Channel:
 class Transfer:
     """What is sent to, and received from, the other members of a channel at the same time.
 
-    Args:
-        channel: the connections.
-        notice: what is told to all members first, and compared with what they tell.
-        seconds: how long to wait for their notices, and for something to move afterwards.
+    `seconds` is how long to wait for the notices of the others, and for something to move afterwards.
     """
 
     def __init__(self, channel: Channel, notice: Notice | None, seconds: float) -> None:

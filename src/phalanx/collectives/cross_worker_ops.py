@@ -32,10 +32,7 @@ from phalanx.runtime.placement import REPLICA_AXIS, Span, place, replica_mesh
 class CrossWorkerOps(AllReduceCrossDeviceOps):
     """All-reduce between workers. Every worker must make the same calls in the same order.
 
-    Args:
-        devices: the devices of this worker's replicas.
-        span: the devices of all replicas.
-        options: how tensors are packed.
+    `devices` are those of this worker's replicas, and `span` those of all replicas.
     """
 
     def __init__(

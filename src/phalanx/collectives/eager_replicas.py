@@ -222,12 +222,7 @@ def replica_handle(pending: PendingResult, get: Callable[[], Any], source: Any =
 class Exchange:
     """Arrays that go to members of a group. Backward, gradients go back to where they came from.
 
-    Args:
-        context: the replica.
-        group: whose exchange it is.
-        same: what must be the same for all members.
-        to: for each array the places that get it.
-        labels: for each array a number that the receiver shall know.
+    `to` has for each array the places that get it, and `labels` a number that its receiver shall know.
     """
 
     def __init__(

@@ -43,10 +43,7 @@ _LOOK = 0.05  # seconds to wait for other processes before looking around
 class Contribution:
     """What a member brings to a meeting.
 
-    Args:
-        same: the operation and what else must be the same for all, as text.
-        value: what the others shall have.
-        site: where the operation was called.
+    `same` is the operation and what else must be the same for all, as text.
     """
 
     same: str
@@ -92,12 +89,7 @@ class GroupRendezvous:
     ) -> PendingResult:
         """Come to the group's next meeting.
 
-        Args:
-            context: the replica that comes, a member of the group.
-            group: whose meeting it is.
-            same: what must be the same for all members.
-            value: what the others shall have.
-            take: makes this member's result of what all have brought, as soon as they have.
+        `take` makes this member's result of what all have brought, as soon as they have.
         """
         rank = rank_of(context)
         key = (group.name, group.ranks, self.number((group.name, group.ranks, rank)))

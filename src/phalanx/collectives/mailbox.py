@@ -40,11 +40,8 @@ class ReceivedMessage(NamedTuple):
 class Mailbox:
     """Where the messages for one worker arrive.
 
-    Args:
-        rank: the rank of this worker.
-        links: how it is reached.
-        dial: connects to another worker for a channel; may wait for it.
-        check: raises if the job has failed.
+    `dial` connects to another worker for a channel, and may wait for it; `check` raises if the job has
+    failed.
 
     Attributes:
         sent: how many messages were sent to each rank.

@@ -111,15 +111,7 @@ def keep(signed: Signature, group: Group, request: Request) -> None:
 
 
 class PreparedCall:
-    """A call of `px.comm` that is made again and again.
-
-    Args:
-        world: the workers.
-        channel: the connections of the members.
-        call: which call it is.
-        request: a call of the signature, with checked arguments.
-        code: where it is made; kept alive.
-    """
+    """A call of `px.comm` that is made again and again."""
 
     def __init__(
         self, world: World, channel: Channel, call: WorkerCall, request: Request, code: CodeType

@@ -29,11 +29,7 @@ def all_reduce(
 ) -> list[jax.Array]:
     """Reduce local arrays over all replicas.
 
-    Args:
-        op: how to reduce.
-        xs: the arrays.
-        packing: which of them travel together.
-        total: sums one array over all replicas.
+    `packing` says which of them travel together, and `total` sums one array over all replicas.
     """
     reduced = reduce_packed(xs, packing, jnp.concatenate, total)
     if op is ReduceOp.MEAN:

@@ -308,13 +308,7 @@ def parts_of(x: Any, sizes: Sequence[int]) -> list[Any]:
 def check_splits(
     told: Sequence[Any], ranks: tuple[int, ...], mismatch: Callable[[str], Exception]
 ) -> None:
-    """Require that every rank expects what the others send to it; all ranks find the same.
-
-    Args:
-        told: the splits of each rank, as `Request.told` has them.
-        ranks: the members.
-        mismatch: makes the error.
-    """
+    """Require that every rank expects what the others send to it; all ranks find the same."""
     for place, (_, expected) in enumerate(told):
         comes = [sent[place] for sent, _ in told]
         if expected is not None and expected != comes:

@@ -61,12 +61,7 @@ def _check_source(call: WorkerCall, request: Request) -> None:
 class WorkerCall:
     """An operation of a group that this process is a member of.
 
-    Args:
-        name: the operation.
-        group: whose it is.
-        me: the rank of this process there.
-        async_op: whether the caller goes on at once.
-        site: where it was called.
+    `me` is the place of this process in the group.
     """
 
     name: str

@@ -30,11 +30,8 @@ Shape = tuple[int, ...]
 class OnDevices:
     """How one operation of a group moves its data.
 
-    Args:
-        group: the members.
-        me: the place of this worker among them.
-        meet: meets the other members; returns what each has told.
-        mismatch: the error for members that cannot do together what they were called for.
+    `meet` meets the other members, and returns what each has told. `mismatch` is the error for members
+    that cannot do together what they were called for.
     """
 
     def __init__(
@@ -178,11 +175,8 @@ def run(kind: str, devices: Devices, x: Any, *parameters: Any) -> Any:
 
     A NumPy array gives a NumPy array.
 
-    Args:
-        kind: 'reduce', 'gather', 'exchange', 'reduce_scatter' or 'broadcast'.
-        devices: one device of each worker, in the order of ranks.
-        x: the array of this worker.
-        parameters: what else the program depends on.
+    `devices` has one device of each worker, in the order of ranks. `kind` names the program, and
+    `parameters` are what else it depends on.
     """
     if len(devices) == 1:
         return _alone(kind, x, *parameters)

@@ -31,12 +31,7 @@ _MORE_AT_ONCE = 192 << 10  # by how many bytes more than in two steps
 class OnHost:
     """How one operation of a group moves its data.
 
-    Args:
-        channel: the connections of the members.
-        ranks: the members, in the order of the group.
-        notice: what all members are told first.
-        seconds: how long to wait for them.
-        mismatch: the error for members that cannot do together what they were called for.
+    `mismatch` is the error for members that cannot do together what they were called for.
     """
 
     def __init__(
@@ -271,12 +266,7 @@ def is_at_once(nbytes: int, count: int) -> bool:
 class _Reducer:
     """Reduces one block of an array, in pieces, while the pieces of the others come in.
 
-    Args:
-        host: whose operation it is.
-        transfer: moves the pieces.
-        blocks: what this member has for each, flat.
-        op: the reduction.
-        out: where this member's block goes, flat.
+    `blocks` are what this member has for each, and `out` is where its own block goes; both are flat.
     """
 
     def __init__(
@@ -299,9 +289,7 @@ class _Reducer:
     def run(self, targets: Sequence[int], parts: Sequence[Array] | None) -> None:
         """Reduce everything.
 
-        Args:
-            targets: who gets this member's block.
-            parts: where the blocks of the others go; None if they do not come here.
+        `targets` get this member's block; `parts` are where those of the others go, if they come here.
         """
         self._targets, self._parts = targets, parts
         for i, rank in enumerate(self._ranks):

@@ -47,11 +47,7 @@ _ROUTE = "PHALANX_COMM_ROUTE"
 
 
 class World:
-    """All workers of the job, or this process alone.
-
-    Args:
-        connection: to the other workers; None if there are none.
-    """
+    """All workers of the job, or this process alone."""
 
     def __init__(self, connection: JobConnection | None) -> None:
         self._connection = connection
@@ -227,11 +223,6 @@ class World:
         """The connections between the members of a group, which are made for its first operation.
 
         Of each pair, the member with the higher rank calls the other.
-
-        Args:
-            members: the ranks.
-            seconds: how long to wait for them.
-            wait: shows who is missing.
         """
         channel = self._channels.get(members)
         if channel is None:
@@ -299,12 +290,7 @@ class World:
 
 
 class OrderlyLedger:
-    """Lets programs of strategies and collectives take turns: both use the same connections.
-
-    Args:
-        inner: the ledger that compares programs.
-        settle: waits until all collectives that were launched are done.
-    """
+    """Lets programs of strategies and collectives take turns: both use the same connections."""
 
     def __init__(self, inner: Ledger, settle: Callable[[], None]) -> None:
         self.inner, self._settle = inner, settle

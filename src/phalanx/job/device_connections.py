@@ -80,8 +80,7 @@ def _inode(s: socket.socket) -> int:
 class Gate:
     """Keeps the devices of this worker closed to connections, but for moments. Linux only; else open.
 
-    Args:
-        address: where the devices are listened for; None if that is not known.
+    `address` is where the devices are listened for, if that is known.
     """
 
     def __init__(self, address: Address | None) -> None:

@@ -63,11 +63,8 @@ def doctor(
 ) -> int:
     """Print what is right and wrong with the cluster; returns an exit code: 1 if there is an error.
 
-    Args:
-        resolver: says who is in the cluster, by default TF_CONFIG.
-        together: whether all workers run this at the same time, to compare and to reach each other.
-        timeout: seconds to wait for the others.
-        console: where to print.
+    `resolver` is TF_CONFIG's by default. With `together` all workers run this at the same time, to
+    compare and to reach each other.
     """
     console = console or Console()
     resolver = resolver or TFConfigClusterResolver()

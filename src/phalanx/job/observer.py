@@ -14,13 +14,7 @@ __all__ = ["Observer"]
 
 
 class Observer:
-    """A connection to a hub that only asks; a context manager.
-
-    Args:
-        address: the hub's ``host:port``.
-        token: the job's secret.
-        timeout: seconds within which the hub must be reached.
-    """
+    """A connection to a hub that only asks; a context manager."""
 
     def __init__(self, address: str, token: str, timeout: float = 10.0) -> None:
         self.address = address

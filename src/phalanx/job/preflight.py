@@ -144,9 +144,7 @@ def resolve(host: str) -> list[str]:
 def port_problem(task: Task, bind: str | None = None) -> str | None:
     """What keeps a process on this machine from listening at the address of its task, or None.
 
-    Args:
-        task: the task with its address.
-        bind: the address to listen at instead of the task's, such as 0.0.0.0.
+    `bind` is the address to listen at instead of the task's, such as 0.0.0.0.
     """
     host, port = split_address(task.address)
     try:

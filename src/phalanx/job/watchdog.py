@@ -116,15 +116,8 @@ def _due(last: float | None, every: float, now: float) -> bool:
 class Watchdog:
     """Watches over one worker in a thread of its own.
 
-    Args:
-        member: the worker's connection to the hub.
-        warn_after: seconds of waiting after which the table of workers is shown, by default five, or
-            half of a deadline that is shorter than ten.
-        every: seconds after which it is shown again.
-        deadline: seconds of waiting after which the job gives up, by default PHALANX_DEADLINE.
-        grace: seconds for native code to come back after the job has failed; then the process is ended.
-        file: where to write, by default the standard error output.
-        end: ends the process.
+    The table of workers is shown after `warn_after` seconds of waiting, by default five, or half of a
+    deadline that is shorter than ten, and again after `every` seconds. See `WaitPolicy`.
     """
 
     def __init__(

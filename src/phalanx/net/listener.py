@@ -24,11 +24,7 @@ _PAUSE = 0.1  # seconds after a connection that could not be accepted
 class Acceptor:
     """Accepts connections in an event loop.
 
-    Args:
-        loop: waits for the socket; it must not run yet, or this must be its thread.
-        sock: listens, and belongs to the acceptor from now on.
-        accepted: called with each connection.
-        failed: called when this process has no descriptor left for the next connection.
+    `failed` is called when this process has no descriptor left for the next connection.
     """
 
     def __init__(

@@ -27,11 +27,7 @@ class _End:
 
 
 class Relay:
-    """Copies between pairs of sockets.
-
-    Args:
-        loop: waits for the sockets.
-    """
+    """Copies between pairs of sockets."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop

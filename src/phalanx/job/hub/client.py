@@ -281,11 +281,7 @@ class Member:
     ) -> None:
         """Tell the hub that this worker has waited for too long; the job's failure follows.
 
-        Args:
-            site: where it waited.
-            seconds: for how long.
-            what: in which operation, in words.
-            ranks: those that it has waited for, if it knows.
+        `ranks` are those that it has waited for, if it knows.
         """
         site, what = site[:LONGEST_SITE], what[:LONGEST_SITE]
         about = {"site": site, "seconds": seconds, "what": what, "ranks": list(ranks)}

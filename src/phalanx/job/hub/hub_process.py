@@ -35,14 +35,8 @@ serve()
 class HubProcess:
     """Starts a hub in a child process; `close` lets go of it, and it ends with the job.
 
-    Args:
-        expected: the tasks of the job, in the order of their ranks.
-        token: the job's secret.
-        host: the address to listen at.
-        port: the port to listen at.
-        advertised: the name under which the others reach it.
-        name: what the job is called for `phalanx explain`.
-        timeout: seconds within which it must have started.
+    `advertised` is the name under which the others reach it, and `name` what the job is called for
+    `phalanx explain`.
     """
 
     def __init__(

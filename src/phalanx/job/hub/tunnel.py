@@ -67,12 +67,7 @@ def _remove_left_behind(place: str) -> None:
 
 
 class Tunnel:
-    """A worker's way to the coordination service; JAX connects to `address`.
-
-    Args:
-        hub: the hub's ``host:port``.
-        token: the job's secret.
-    """
+    """A worker's way to the coordination service; JAX connects to `address`."""
 
     def __init__(self, hub: str, token: str) -> None:
         self._hub, self._token = hub, token

@@ -69,10 +69,7 @@ def parse_task(text: str) -> Task:
 def resolved(name: str, arguments: Mapping[str, Any], task: Task | None) -> SimpleClusterResolver:
     """The cluster and the task of this process, from the resolver with this name.
 
-    Args:
-        name: one of `RESOLVERS`.
-        arguments: the arguments of the resolver.
-        task: which task this process is, for resolvers that cannot know it.
+    `task` says which task this process is, for resolvers that cannot know it.
     """
     try:
         resolver = RESOLVERS[name](**arguments)

@@ -80,12 +80,7 @@ def parse_resources(words: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 class RayCluster:
-    """Actors for the tasks of a job, as a context manager.
-
-    Args:
-        tasks: the tasks, without addresses.
-        options: how they are placed.
-    """
+    """Actors for the tasks of a job, as a context manager."""
 
     def __init__(self, tasks: Sequence[Task], options: RayOptions) -> None:
         self._options, self._wanted = options, list(tasks)
@@ -229,11 +224,6 @@ class RayProcess:
     """The process of a task, in an actor; to be used as a process of this machine is.
 
     A thread asks the actor for what the process prints, and writes it to pipes.
-
-    Args:
-        ray: the package.
-        actor: a `RayTask` whose process has been started.
-        name: of the task.
     """
 
     def __init__(self, ray: Any, actor: Any, name: str) -> None:

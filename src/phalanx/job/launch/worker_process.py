@@ -137,14 +137,8 @@ class Process:
     The process leads a session of its own, so that Ctrl-C in the terminal does not reach it and signals
     reach all its children.
 
-    Args:
-        argv: the program and its arguments.
-        environ: its whole environment.
-        guard: who ends it if this process dies.
-        name: what the process is called within the job; part of its mark.
-        cwd: the folder it starts in.
-        stdin: whether `stdin` is a pipe; else there is no input.
-        pass_fds: file descriptors that it inherits.
+    `guard` ends it if this process dies; `name` is what it is called within the job. With `stdin` its
+    input is a pipe, else it has none.
     """
 
     def __init__(
