@@ -24,8 +24,6 @@ from phalanx.errors import InvalidTypeError
 from phalanx.runtime import protobuf_wire as wire
 from phalanx.runtime.formatting import shown
 
-__all__ = ["ClusterDef", "JobDef", "JobList", "ServerDef", "TaskMap"]
-
 
 class TaskMap(UserDict[int, str]):
     """The addresses of a job's tasks by index: a dict that checks what is put in and stays sorted."""

@@ -16,16 +16,6 @@ from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime import protobuf_wire as wire
 from phalanx.runtime.formatting import shown
 
-__all__ = [
-    "FieldKind",
-    "ProtobufMessage",
-    "int_field",
-    "opaque_field",
-    "quoted",
-    "read_fields",
-    "text_field",
-]
-
 # ruff: noqa: N802  - the methods of messages have protobuf's names
 
 
@@ -35,24 +25,14 @@ class _UnknownFieldError(InvalidTypeError, InvalidValueError, AttributeError):
 
 @dataclass(frozen=True)
 class FieldKind:
-    """What the value of a field can be, and how it is written.
-
-    Args:
-        number: of the field.
-        default: makes a default value.
-        check: gives the value to keep, from what was given and the words that an error begins with.
-        raw: the value on the wire: none, one or several numbers or bytes.
-        texts: the same in protobuf's text format; a message in it is a list of lines.
-        decoded: what `check` takes, from a number or bytes on the wire.
-        merged: what a field that held one value holds after another was merged into it.
-    """
+    """What the value of a field can be, and how it is written."""
 
     number: int
-    default: Callable[[], Any]
-    check: Callable[[Any, str], Any]
-    raw: Callable[[Any], Sequence[int | bytes]]
-    texts: Callable[[Any], Sequence[str | list[str]]]
-    decoded: Callable[[int | bytes], Any] = lambda raw: raw
+    default: Callable[[], Any]  # makes a default value
+    check: Callable[[Any, str], Any]  # gives the value to keep; its errors begin with the text
+    raw: Callable[[Any], Sequence[int | bytes]]  # none, one or several numbers or bytes on the wire
+    texts: Callable[[Any], Sequence[str | list[str]]]  # the same as text, messages as lists of lines
+    decoded: Callable[[int | bytes], Any] = lambda raw: raw  # what `check` takes, from the wire
     merged: Callable[[Any, Any], Any] = lambda old, new: new or old
 
     def encoded(self, value: Any) -> bytes:

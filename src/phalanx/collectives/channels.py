@@ -32,17 +32,11 @@ _MOST = 1 << 20  # bytes per call of the system, so that sending, receiving and 
 
 
 class Notice(NamedTuple):
-    """What a member says of the operation that it has come to.
+    """What a member says of the operation that it has come to."""
 
-    Args:
-        same: what must be the same for all members, in words.
-        site: where it was called.
-        value: what may differ, as JSON has it.
-    """
-
-    same: str
-    site: str
-    value: Any = None
+    same: str  # what must be the same for all members, in words
+    site: str  # where it was called
+    value: Any = None  # what may differ, as JSON has it
 
 
 class LinkLostError(ConnectionResetError):

@@ -187,17 +187,9 @@ def rank_of(context: ReplicaContext) -> int:
     return index_of(context) + context.strategy.extended._first_replica
 
 
-def _per_process(context: ReplicaContext) -> int:
-    return context.num_replicas_in_sync // (1 if context.strategy.extended._span is None else _size())
-
-
-def _size() -> int:
-    return groups.world().size
-
-
 def process_of(context: ReplicaContext, rank: int) -> int:
-    """The worker that runs a replica."""
-    return rank // _per_process(context)
+    """The worker that runs a replica of several workers."""
+    return rank // (context.num_replicas_in_sync // groups.world().size)
 
 
 def is_here(context: ReplicaContext, rank: int) -> bool:

@@ -53,11 +53,8 @@ class Signature(NamedTuple):
     frame: FrameType
 
 
-class _NotDone:
-    """What a prepared call gives that must go the general way."""
-
-
-NOT_DONE = _NotDone()
+NOT_DONE = object()
+"""What a prepared call gives that must go the general way."""
 
 
 def signature(name: str, group: Any, x: Any, op: Any, out: Any) -> Signature | None:
@@ -99,7 +96,7 @@ def keep(signed: Signature, group: Group, request: Request) -> None:
         return
     if x is not None and not x.dtype.isnative:
         return
-    channel = world.connected_channel(group.members)
+    channel = world.channels.get(group.members)
     if channel is None:
         return
     if len(world.prepared) >= _MOST:
@@ -151,7 +148,7 @@ class PreparedCall:
             try:
                 if self._world.has_failed or self._channel.under_way:
                     return NOT_DONE
-                self._world.communicating.add(get_ident())
+                self._world.status.threads.add(get_ident())
                 if self._swap(data):
                     return self._finish(x, data, out)
                 return self._go_on(x, out)

@@ -19,6 +19,7 @@ from phalanx.collectives.mismatches import different_arrays
 from phalanx.collectives.table import kind, kind_text
 from phalanx.collectives.worker_calls import WorkerCall, begin
 from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.job.hub.worker_status import PeerWait
 from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.futures import settle
@@ -35,14 +36,16 @@ def isend(x: Any, dst: int, group: Group | str | None, tag: int) -> Handle | Non
     data = np.array(x)
     about = {"dtype": jnp.dtype(x.dtype).name, "shape": list(x.shape), "site": call.site}
 
-    wait = world.wait_for_receiver(dst, call.site)
+    assert world.mailbox is not None
+    mailbox = world.mailbox
+    wait = PeerWait(world.status, f"send to rank {dst}", call.site, lambda: [dst])
+    wait.moved = lambda: mailbox.moved.get(dst, 0.0)
 
     def run() -> None:
         try:
             world.check()
-            assert world.mailbox is not None
             with wait:
-                world.mailbox.post(dst, topic, about, data.reshape(-1).view(np.uint8))
+                mailbox.post(dst, topic, about, data.reshape(-1).view(np.uint8))
         except Exception as error:
             cause = world.explain(error, Notice(wait.what, call.site))
             cause.add_note(f"In send, launched at {call.site}.")
@@ -80,6 +83,7 @@ def irecv(template: Any, src: int | None, group: Group | str | None, tag: int) -
         return None
     world = groups.world()
     assert world.mailbox is not None
+    received = world.mailbox.received
     came = world.mailbox.expect(_topic(call, tag), src)
     future: Future[Any] = Future()
     sources: list[int] = []
@@ -112,10 +116,11 @@ def irecv(template: Any, src: int | None, group: Group | str | None, tag: int) -
     @contextmanager
     def waiting() -> Iterator[None]:
         if src is None:  # one of them is enough
-            with world.wait_for_any(others, call.site):
+            with PeerWait(world.status, "recv from any rank", call.site, lambda: others):
                 yield
             return
-        wait = world.wait_for_message(src, call.site)
+        channel, number = f"to {world.rank}", lambda: received.get(src, 0) + 1
+        wait = PeerWait(world.status, "recv", call.site, lambda: others, channel, number)
         with wait, wait.blocking():
             yield
 

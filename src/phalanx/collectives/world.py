@@ -56,15 +56,18 @@ class World:
         self.is_on_host = _is_on_host()
         """Whether data move through the memory of the host, else between devices."""
         self._lanes: dict[Any, OperationQueue] = {}
-        self._channels: dict[tuple[int, ...], Channel] = {}
+        self.channels: dict[tuple[int, ...], Channel] = {}
+        """The connections between the members of groups that have had an operation."""
         self._lock = threading.Lock()
         self._links: Links | None = None
-        self._status = WorkerStatus()
+        self.status = WorkerStatus()
+        """What this worker does, for the others."""
         self.prepared: dict[Any, Any] = {}
         """What `prepared_calls` keeps for the calls of this process, by their signatures."""
         self._orderly: OrderlyLedger | None = None
         self.mailbox: Mailbox | None = None
-        self._hosts = ["" for _ in range(self.size)]
+        self.hosts = ["" for _ in range(self.size)]
+        """The machine of each worker."""
         self._names = [f"rank {i}" for i in range(self.size)]
         if connection is not None:
             self._join(connection)
@@ -72,15 +75,15 @@ class World:
     def _join(self, connection: JobConnection) -> None:
         place = connection.place
         token = find_token(place.is_local).encode()
-        self._hosts = [str(m.get("host")) for m in connection.roster]
+        self.hosts = [str(m.get("host")) for m in connection.roster]
         self._names = [f"rank {i} ({m.get('worker')})" for i, m in enumerate(connection.roster)]
         key = hashlib.sha256(b"collectives of " + token).digest()
         self._links = Links(self.rank, bind_host(place.task, place.is_local), key)
         self.mailbox = Mailbox(self.rank, self._links, self._dial, self.check)
         jax_distributed.publish(f"phalanx/links/{self.rank}", json.dumps(self._links.address))
         connection.member.on_failure(lambda _: self._cut())
-        self._status = connection.member.status
-        self._status.operations = self._operations
+        self.status = connection.member.status
+        self.status.operations = self._operations
         ledger = shared_programs.ledger()
         if ledger is not None and not self.is_on_host:
             self._orderly = OrderlyLedger(ledger, self.settle)
@@ -100,11 +103,6 @@ class World:
         """Whether the job has failed."""
         return self._connection is not None and self._connection.member.failure is not None
 
-    @property
-    def communicating(self) -> set[int]:
-        """The threads of this process that communicate."""
-        return self._status.threads
-
     def fail(self, kind: str, text: str) -> PhalanxError:
         """Tell all workers that the job cannot go on; returns the error to raise."""
         assert self._connection is not None
@@ -115,41 +113,16 @@ class World:
     def wait_of(self, members: tuple[int, ...], notice: Notice) -> PeerWait:
         """How the wait in an operation of some members is shown to the other workers."""
         missing: Callable[[], Sequence[int]]
-        channel = self._channels.get(members)
+        channel = self.channels.get(members)
         if channel is None:  # they are not connected yet
             missing, number = (lambda: [r for r in members if r != self.rank]), lambda: 1
         else:
             missing, number = channel.missing, channel.count
-        return PeerWait(self._status, notice.same, notice.site, missing, _name(members), number)
-
-    def wait_for_any(self, ranks: Sequence[int], site: str) -> PeerWait:
-        """How the wait for a message of any of some ranks is shown to the other workers."""
-        return PeerWait(self._status, "recv from any rank", site, lambda: ranks)
-
-    def wait_for_receiver(self, rank: int, site: str) -> PeerWait:
-        """How the wait for a rank that shall take a message is shown to the other workers."""
-        assert self.mailbox is not None
-        moved = self.mailbox.moved
-        wait = PeerWait(self._status, f"send to rank {rank}", site, lambda: [rank])
-        wait.moved = lambda: moved.get(rank, 0.0)
-        return wait
-
-    def wait_for_message(self, source: int, site: str) -> PeerWait:
-        """How the wait for the next message of a rank is shown to the other workers."""
-        assert self.mailbox is not None
-        received = self.mailbox.received
-        return PeerWait(
-            self._status,
-            "recv",
-            site,
-            lambda: [source],
-            f"to {self.rank}",
-            lambda: received.get(source, 0) + 1,
-        )
+        return PeerWait(self.status, notice.same, notice.site, missing, _name(members), number)
 
     def _operations(self) -> dict[str, int]:
         """How many operations this worker has begun, by their members, and messages by receiver."""
-        counts = {_name(members): c.number for members, c in list(self._channels.items())}
+        counts = {_name(members): c.number for members, c in list(self.channels.items())}
         sent = {} if self.mailbox is None else dict(self.mailbox.sent)
         return counts | {f"to {rank}": count for rank, count in sent.items()}
 
@@ -157,7 +130,8 @@ class World:
         """The error to raise for one that an operation has met; the job knows of it then."""
         at = f"{notice.same} at {notice.site}"
         if isinstance(error, DifferentError):
-            return self.fail("mismatch", self._mismatch_text(error.notices))
+            said = {self._names[r]: (n.same, n.site) for r, n in sorted(error.notices.items())}
+            return self.fail("mismatch", different_operations(said))
         if isinstance(error, LateError):
             assert self._connection is not None
             waited = worker_deadline() if seconds is None else seconds
@@ -173,15 +147,6 @@ class World:
             lost = self._names[error.rank]
             return self.fail("died", f"{lost} closed its connection in the middle of {at}.")
         return cause or error
-
-    @property
-    def hosts(self) -> list[str]:
-        """The machine of each worker."""
-        return list(self._hosts)
-
-    def local_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Those of the ranks that are on this machine."""
-        return [r for r in ranks if self._hosts[r] == self._hosts[self.rank]]
 
     # -- order -----------------------------------------------------------------------------------
 
@@ -199,7 +164,7 @@ class World:
             lanes = list(self._lanes.values())
         for lane in lanes:
             while not lane.is_current and not lane.wait_idle(_LOOK):
-                if self._connection is not None and self._connection.member.failure is not None:
+                if self.has_failed:
                     return
 
     def programs(self) -> Any:
@@ -224,15 +189,11 @@ class World:
 
         Of each pair, the member with the higher rank calls the other.
         """
-        channel = self._channels.get(members)
+        channel = self.channels.get(members)
         if channel is None:
-            channel = self._channels[members] = self._connect(members, seconds, wait)
+            channel = self.channels[members] = self._connect(members, seconds, wait)
         wait.missing, wait.moved, wait.number = channel.missing, channel.moved, channel.count
         return channel
-
-    def connected_channel(self, members: tuple[int, ...]) -> Channel | None:
-        """The connections between the members of a group, if there are any yet."""
-        return self._channels.get(members)
 
     def _connect(self, members: tuple[int, ...], seconds: float, wait: PeerWait) -> Channel:
         assert self._links is not None
@@ -265,7 +226,7 @@ class World:
             found = jax_distributed.look_up(f"phalanx/links/{rank}", min(1.0, left))
             if found is not None:
                 _, port, local = json.loads(found)
-                is_here = self._hosts[rank] == self._hosts[self.rank]
+                is_here = self.hosts[rank] == self.hosts[self.rank]
                 address = Address(host, port, local if is_here and self._links.address.local else "")
                 try:
                     return self._links.dial(address, channel, left)
@@ -280,13 +241,6 @@ class World:
     def _cut(self) -> None:
         if self._links is not None:
             self._links.cut()
-
-    # -- words -----------------------------------------------------------------------------------
-
-    def _mismatch_text(self, said: dict[int, Notice]) -> str:
-        return different_operations(
-            {self._names[rank]: (notice.same, notice.site) for rank, notice in sorted(said.items())}
-        )
 
 
 class OrderlyLedger:

@@ -14,8 +14,6 @@ from rich.text import Text
 
 from phalanx.job.hub.descriptions import Task
 
-__all__ = ["Arrivals"]
-
 _log = logging.getLogger("phalanx")
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import logging
 import os
@@ -38,8 +39,6 @@ from phalanx.job.watchdog import Watchdog
 from phalanx.net.addresses import split_address
 from phalanx.net.framing import ProtocolError
 from phalanx.runtime.deadlines import worker_deadline
-
-__all__ = ["JobConnection", "connect", "join_hub"]
 
 _log = logging.getLogger("phalanx")
 
@@ -181,11 +180,12 @@ def join_hub(
     address = os.environ.get("PHALANX_HUB")
     bind = os.environ.get("PHALANX_BIND")
     token = find_token(place.is_local)
-    process = None
-    if address is None:
-        problem = problem or _own_port_problem(place, bind)
-        address, process = _find_hub(place, token, bind, timeout)
-    try:
+    with contextlib.ExitStack() as stack:
+        if address is None:
+            problem = problem or _own_port_problem(place, bind)
+            address, process = _find_hub(place, token, bind, timeout)
+            if process is not None:
+                stack.callback(process.close)
         member = Member(
             address,
             token,
@@ -202,10 +202,7 @@ def join_hub(
             member.report_exception(error)
             member.leave()
             raise
-    except BaseException:
-        if process is not None:
-            process.close()
-        raise
+        stack.pop_all()
     return member, roster
 
 

@@ -27,8 +27,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Address", "Gate", "cut", "listening", "tries_to_connect"]
-
 Address = tuple[str, int]
 
 _DESCRIPTORS = "/proc/self/fd"

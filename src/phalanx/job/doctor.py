@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,6 @@ from phalanx.job.observer import Observer
 from phalanx.job.preflight import Place, bind_host, find_place, is_loopback, port_problem, resolve
 from phalanx.job.tokens import find_token
 from phalanx.net.addresses import join_address, listen, split_address
-
-__all__ = ["Finding", "doctor", "examine", "examine_together"]
 
 _VARIABLES = (
     "XLA_",
@@ -221,10 +218,8 @@ def _difference(what: str, names: Sequence[str], values: Sequence[Any], level: s
 
 def _reach_all(member: Member, place: Place, timeout: float) -> list[str]:
     """Connect to a port of every other worker, as the devices will; returns what did not work."""
+    # The system completes the connections of the others; none needs to be accepted.
     with listen(bind_host(place.task, place.is_local), 0) as listener:
-        stop = threading.Event()
-        thread = threading.Thread(target=_accept_all, args=(listener, stop), daemon=True)
-        thread.start()
         host = split_address(place.task.address)[0]
         address = join_address(host, listener.getsockname()[1])
         addresses = member.exchange("ports", address, timeout)
@@ -236,17 +231,4 @@ def _reach_all(member: Member, place: Place, timeout: float) -> list[str]:
                 why = error.strerror or error
                 problems.append(f"{place.task} cannot reach {task} at {target}: {why}")
         member.exchange("reached", None, timeout)
-        stop.set()
-        thread.join(5.0)
     return problems
-
-
-def _accept_all(listener: socket.socket, stop: threading.Event) -> None:
-    listener.settimeout(0.1)
-    while not stop.is_set():
-        try:
-            listener.accept()[0].close()
-        except TimeoutError:
-            continue
-        except OSError:
-            return

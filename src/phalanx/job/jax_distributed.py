@@ -12,15 +12,6 @@ import jax
 
 from phalanx.runtime.private_names import find, need
 
-__all__ = [
-    "abandon_backends",
-    "are_joined",
-    "join",
-    "leave",
-    "look_up",
-    "publish",
-]
-
 _JOINING = "Computing with several processes"
 _ADDRESS = "Choosing the address at which CPU devices talk to each other"
 _ENDING = "Ending a process whose peers are gone, without waiting,"

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import TypeVar
 
 import jax
@@ -23,8 +24,7 @@ from phalanx.job.hub.client import Member
 from phalanx.job.hub.descriptions import Failure, Task
 from phalanx.job.preflight import Place, bind_host, is_loopback
 from phalanx.runtime import compat, devices
-
-__all__ = ["leave", "prepare", "run_unless_failed", "start", "start_problem"]
+from phalanx.runtime.futures import settle
 
 _log = logging.getLogger("phalanx")
 
@@ -99,28 +99,21 @@ def leave(*, abandon: bool = False) -> None:
 
 def run_unless_failed(action: Callable[[], T], member: Member, timeout: float) -> T:
     """Run an action that native code may never come back from, until it is done or the job fails."""
-    done = threading.Event()
-    results: list[T] = []
-    problems: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(action())
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            problems.append(error)
-        done.set()
-
-    member.on_failure(lambda failure: done.set())
-    threading.Thread(target=run, name="phalanx-start", daemon=True).start()
-    done.wait(timeout)
+    future: Future[T] = Future()
+    over = threading.Event()
+    member.on_failure(lambda _: over.set())
+    future.add_done_callback(lambda _: over.set())
+    threading.Thread(target=settle, args=(future, action), name="phalanx-start", daemon=True).start()
+    over.wait(timeout)
     member.check()
-    if problems:
-        raise member.cause_of(problems[0]) or problems[0]
-    if not results:
+    if not future.done():
         raise DeadlineExceededError(
             f"JAX did not start on all workers within {timeout:g} seconds. Received: {member.task}"
         )
-    return results[0]
+    error = future.exception()
+    if error is not None:
+        raise member.cause_of(error) or error
+    return future.result()
 
 
 def _own_host(place: Place) -> str | None:

@@ -10,8 +10,6 @@ from phalanx.job.hub.connect import connect_to_hub
 from phalanx.job.hub.worker_table import WorkerTable
 from phalanx.net.client import RequestClient
 
-__all__ = ["Observer"]
-
 
 class Observer:
     """A connection to a hub that only asks; a context manager."""

@@ -18,16 +18,6 @@ from phalanx.job.hub.descriptions import Task
 from phalanx.net.addresses import split_address
 from phalanx.runtime.formatting import shown
 
-__all__ = [
-    "Place",
-    "check_addresses",
-    "find_place",
-    "is_loopback",
-    "port_problem",
-    "resolve",
-    "training_tasks",
-]
-
 _ANY = ("0.0.0.0", "::", "")
 
 

@@ -22,8 +22,6 @@ from phalanx.job.hub.worker_table import WorkerTable
 from phalanx.runtime.call_site import where_is
 from phalanx.runtime.deadlines import STUCK_EXIT_CODE, worker_deadline
 
-__all__ = ["Observation", "WaitPolicy", "Watchdog"]
-
 _PERIOD = 0.5
 _WARN_AFTER = 5.0  # seconds
 _IDLE_GRACE = 4.0  # seconds
@@ -32,27 +30,16 @@ _IDLE_SHARE = 0.1  # of one core
 
 @dataclass(frozen=True)
 class Observation:
-    """What the watchdog sees of its worker.
+    """What the watchdog sees of its worker; times are those since when something is so."""
 
-    Args:
-        waits_since: since when the program has waited for other workers, None if it does not.
-        peers_since: since when an operation of px.comm has waited for other ranks.
-        input_since: since when the program has waited for its own input.
-        device_waits_since: since when the newest program between workers has not finished.
-        failed_since: since when the job has a failure.
-        told: whether the program has been told of the failure by an exception.
-        is_idle: whether the process has hardly computed since the failure.
-        seconds: how long the wait may take, if not as long as any.
-    """
-
-    waits_since: float | None = None
-    peers_since: float | None = None
-    input_since: float | None = None
-    device_waits_since: float | None = None
-    failed_since: float | None = None
-    told: bool = False
-    is_idle: bool = False
-    seconds: float | None = None
+    waits_since: float | None = None  # the program waits for other workers
+    peers_since: float | None = None  # an operation of px.comm waits for other ranks
+    input_since: float | None = None  # the program waits for its own input
+    device_waits_since: float | None = None  # the newest program between workers has not finished
+    failed_since: float | None = None  # the job has a failure
+    told: bool = False  # whether the program has been told of the failure by an exception
+    is_idle: bool = False  # whether the process has hardly computed since the failure
+    seconds: float | None = None  # how long the wait may take, if not as long as any
 
 
 class WaitPolicy:
@@ -289,10 +276,8 @@ class Watchdog:
             f"ended with exit code {STUCK_EXIT_CODE}. The failure: {failure.text}"
         )
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-            except (OSError, ValueError):
-                continue
         self._end(STUCK_EXIT_CODE)
 
     def _write(self, text: str) -> None:

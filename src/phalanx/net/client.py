@@ -19,8 +19,6 @@ from phalanx.net.framing import Decoder, Limits, Message, ProtocolError, encode
 from phalanx.net.handshake import ClientHandshake
 from phalanx.runtime.formatting import shown
 
-__all__ = ["RequestClient", "authenticate", "connect"]
-
 _ATTEMPT = 5.0  # seconds for one try
 _PAUSE = 0.1  # seconds between tries
 

@@ -19,8 +19,6 @@ from phalanx.net.event_loop import EventLoop
 from phalanx.net.listener import Listener
 from phalanx.runtime.formatting import shown
 
-__all__ = ["Admit", "Endpoint", "dial"]
-
 Admit = Callable[[socket.socket, dict[str, Any]], None]
 """Takes a connection that has proved itself, and what it is for. Called in the loop's thread."""
 

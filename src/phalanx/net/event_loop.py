@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 from phalanx.runtime.futures import settle
 
-__all__ = ["ENDED", "READ", "WRITE", "EventLoop", "Poller"]
-
 _log = logging.getLogger(__name__)
 
 READ, WRITE = select.POLLIN, select.POLLOUT

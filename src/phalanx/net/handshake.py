@@ -22,8 +22,6 @@ from phalanx.errors import InvalidValueError, UnauthenticatedError
 from phalanx.net.framing import ProtocolError, fields_of
 from phalanx.runtime.formatting import shown
 
-__all__ = ["LONGEST_PURPOSE", "ClientHandshake", "Handshake", "ServerHandshake"]
-
 LONGEST_PURPOSE = 4096
 """Bytes of what a connection is for, as JSON."""
 

@@ -14,8 +14,6 @@ from phalanx.net.addresses import tune
 from phalanx.net.event_loop import READ, EventLoop
 from phalanx.net.handshake import ServerHandshake
 
-__all__ = ["Acceptor", "Listener"]
-
 _HANDSHAKE = 10.0  # seconds that a peer may take to prove itself
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
 _PAUSE = 0.1  # seconds after a connection that could not be accepted

@@ -9,8 +9,6 @@ from phalanx.net.connection import flush
 from phalanx.net.event_loop import ENDED, READ, WRITE, EventLoop
 from phalanx.net.framing import SendQueue
 
-__all__ = ["Relay"]
-
 _CHUNK = 64 << 10
 _LARGEST_BUFFER = 1 << 20  # bytes that may wait for an end that does not read
 

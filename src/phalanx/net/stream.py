@@ -15,8 +15,6 @@ from typing import Any
 from phalanx.errors import DeadlineExceededError
 from phalanx.net.framing import Decoder, Limits, Message, SendQueue, encode
 
-__all__ = ["Stream"]
-
 _TICK = 0.25  # seconds after which a wait looks at its deadline
 _REMINDER = 4.5  # seconds
 _JOINED = 16 << 10  # bytes of messages that are cheaper to copy than to send on their own

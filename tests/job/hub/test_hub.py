@@ -450,12 +450,14 @@ def test_the_table_is_shown_once_by_the_first_who_waits(how):
         files = [io.StringIO() for _ in range(3)]
         members[2].status.phase, members[2].status.site = "input", "load.py:1"
         wait_until(lambda: hub.table().rows[2]["site"] == "load.py:1")
-        for member, file in zip(members[:2], files, strict=False):
+        for member in members[:2]:
             member.status.begin(5, None)
             if how == "python":
                 stack.enter_context(member.waiting("train.py:3"))
             else:
                 member.status.site, member.status.pending = "train.py:3", Pending()
+        wait_until(lambda: [row["sequence"] for row in hub.table().rows[:2]] == [5, 5])
+        for member, file in zip(members[:2], files, strict=False):
             stack.callback(watchdog(member, file, []).start().stop)
         wait_until(lambda: all("waits" in file.getvalue() for file in files[:2]))
         stack.pop_all().close()

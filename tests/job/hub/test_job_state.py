@@ -8,8 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from phalanx import errors
 from phalanx.job.hub.descriptions import Failure, Task
-from phalanx.job.hub.job_state import STACK_PATIENCE, JobState
+from phalanx.job.hub.job_state import JobState
 from phalanx.job.hub.program_order import CODE, UNKNOWN
+from phalanx.job.hub.stack_requests import STACK_PATIENCE
 from phalanx.net.framing import Limits, Message, encode
 
 

@@ -12,8 +12,6 @@ from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import parse_digits
 
-__all__ = ["MOST_TASKS", "deal_tasks", "expand_hostlist", "expand_tasks_per_node"]
-
 MOST_HOSTS = 100_000
 """More than Slurm can manage; a list of more is a mistake, and might be too large for the memory."""
 

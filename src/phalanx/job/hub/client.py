@@ -26,8 +26,6 @@ from phalanx.net.client import RequestClient
 from phalanx.net.framing import Message
 from phalanx.runtime.deadlines import worker_deadline
 
-__all__ = ["Member", "Roster", "versions"]
-
 _log = logging.getLogger(__name__)
 
 _INTERVAL = 0.25  # seconds between looks at the status
@@ -88,7 +86,7 @@ class Member:
         self.told = False
         self._failure: Failure | None = None
         self._callbacks: list[Callable[[Failure], None]] = []
-        self._knocked: list[Callable[[], None]] = []
+        self._knocked: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._roster: Roster | None = None
         self._arrivals: list[dict[str, Any]] = []
@@ -148,7 +146,7 @@ class Member:
 
     def on_knock(self, callback: Callable[[], None]) -> None:
         """Call `callback`, in the member's thread, whenever devices of workers want to connect."""
-        self._knocked.append(callback)
+        self._knocked = callback
 
     def knock(self) -> None:
         """Tell all workers that devices want to connect."""
@@ -358,8 +356,7 @@ class Member:
             self._send({"type": "ran", "sequence": number, "details": self.status.ran(number)})
             return
         if kind == "knock":
-            for callback in self._knocked:
-                callback()
+            self._knocked()
             return
         if kind == "failure":
             self._fail(Failure.from_dict(message))

@@ -12,8 +12,6 @@ from typing import Any
 
 from phalanx.runtime.private_names import find, need
 
-__all__ = ["start_coordination_service"]
-
 HEARTBEAT = 7 * 24 * 3600
 """Seconds after which JAX would end a process because of a silent peer; the hub is much quicker."""
 

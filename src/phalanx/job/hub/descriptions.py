@@ -8,17 +8,6 @@ from typing import Any
 
 from phalanx import errors
 
-__all__ = [
-    "PHASES",
-    "Failure",
-    "Task",
-    "describe_exit",
-    "describe_program",
-    "is_broken_connection",
-    "mismatch_text",
-    "shorten",
-]
-
 PHASES = ("start", "trace", "compile", "step", "input", "wait", "done")
 """What a worker can be doing. `wait` is waiting for other workers."""
 

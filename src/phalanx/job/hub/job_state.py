@@ -23,8 +23,6 @@ from phalanx.job.hub.progress import Progress, TaskRecord, describe_place
 from phalanx.job.hub.stack_requests import STACK_PATIENCE, Out, StackRequest, StackRequests, heard
 from phalanx.job.hub.wait_graph import WaitEdge
 
-__all__ = ["STACK_PATIENCE", "JobState", "Out"]
-
 _LONG_INPUT = 1.0  # seconds after which a wait for input is worth a word
 
 

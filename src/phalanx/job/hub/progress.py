@@ -12,8 +12,6 @@ from phalanx.job.hub.descriptions import Task
 if TYPE_CHECKING:
     from phalanx.job.hub.wait_graph import WaitEdge
 
-__all__ = ["Progress", "TaskRecord"]
-
 _QUIET = 3.0  # seconds without any message after which the table says so
 
 

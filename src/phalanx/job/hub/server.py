@@ -17,7 +17,8 @@ from phalanx.errors import ClusterEnvironmentError, InvalidValueError
 from phalanx.job.hub.connect import COORDINATION, HUB
 from phalanx.job.hub.coordination_service import start_coordination_service
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit
-from phalanx.job.hub.job_state import JobState, Out
+from phalanx.job.hub.job_state import JobState
+from phalanx.job.hub.stack_requests import Out
 from phalanx.job.hub.tunnel import PrivateSocket
 from phalanx.job.hub.worker_table import WorkerTable
 from phalanx.net.addresses import join_address, listen
@@ -26,8 +27,6 @@ from phalanx.net.event_loop import EventLoop
 from phalanx.net.framing import Message, ProtocolError
 from phalanx.net.listener import Listener
 from phalanx.net.relay import Relay
-
-__all__ = ["Hub"]
 
 _TICK = 0.25  # seconds
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from phalanx.job.hub.progress import TaskRecord
 
-__all__ = ["STACK_PATIENCE", "Out", "StackRequest", "StackRequests", "heard"]
-
 STACK_PATIENCE = 5.0
 """For how many seconds members may be asked for their stacks before the rest must do without."""
 

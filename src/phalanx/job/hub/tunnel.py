@@ -23,8 +23,6 @@ from phalanx.net.event_loop import EventLoop
 from phalanx.net.listener import Acceptor
 from phalanx.net.relay import Relay
 
-__all__ = ["PrivateSocket", "Tunnel", "open_tunnel"]
-
 _PREFIX = "phalanx-socket-"
 _LONGEST_PATH = 90  # bytes; systems allow about a hundred
 _PATIENCE = 10.0  # seconds for the hub to open its end

@@ -16,37 +16,23 @@ from phalanx.job.hub import fields
 from phalanx.job.hub.descriptions import Failure
 from phalanx.job.hub.progress import TaskRecord
 
-__all__ = ["WaitEdge", "culprits", "deadlock", "reported", "step_wants"]
-
 _MOST_WAITS = 64  # that one worker may report at once
 _STABLE = 2.0  # seconds that a wait must have lasted before it proves anything
 
 
 @dataclass(frozen=True)
 class WaitEdge:
-    """A worker waits for others.
+    """A worker waits for others."""
 
-    Args:
-        rank: the worker that waits.
-        ranks: those that it waits for.
-        since: when it began to wait.
-        heard: when it last said so.
-        what: the call, in words.
-        site: where it was made.
-        blocks: whether the worker can do nothing else meanwhile, so that others wait for it in vain.
-        channel: who takes part in the operation, if operations are counted.
-        number: which operation of theirs it is.
-    """
-
-    rank: int
-    ranks: tuple[int, ...]
-    since: float
-    heard: float
-    what: str
-    site: str
-    blocks: bool = True
-    channel: str = ""
-    number: int = 0
+    rank: int  # the worker that waits
+    ranks: tuple[int, ...]  # those that it waits for
+    since: float  # when it began to wait
+    heard: float  # when it last said so
+    what: str  # the call, in words
+    site: str  # where it was made
+    blocks: bool = True  # whether it can do nothing else meanwhile, so that others wait for it in vain
+    channel: str = ""  # who takes part in the operation, if operations are counted
+    number: int = 0  # which operation of theirs it is
 
     def describe(self, names: Sequence[str]) -> str:
         """The wait as part of a sentence."""

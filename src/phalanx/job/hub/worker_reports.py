@@ -10,8 +10,6 @@ from phalanx.job.hub.program_order import CODE, UNKNOWN
 from phalanx.job.hub.worker_status import PeerWait, WorkerStatus
 from phalanx.runtime.call_site import lines_of, where_is
 
-__all__ = ["LONGEST_SITE", "Reporter"]
-
 LONGEST_SITE = 2000
 """How many characters of a place in a program are told."""
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-__all__ = ["WorkerTable"]
-
 _MISSING = ("absent", "dead")
 _HEADINGS = ("worker", "host", "phase", "step", "last call", "behind")
 

@@ -16,8 +16,6 @@ import threading
 from phalanx.job.launch import guard
 from phalanx.job.launch.worker_process import Guard, shell_code
 
-__all__ = ["main"]
-
 NO_START = 126
 """The exit code if the process cannot be started, as of a shell."""
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from phalanx.job.launch.worker_process import shell_code
 
-__all__ = ["EndReason", "ExitPolicy", "Patience"]
-
 TIMEOUT_CODE = 124
 """The exit code of a job that took too long, as of the command ``timeout``."""
 
@@ -33,21 +31,13 @@ class EndReason(enum.Enum):
 
 @dataclass(frozen=True)
 class Patience:
-    """How many seconds processes get to end by themselves before something stronger is done.
+    """How many seconds processes get to end by themselves before something stronger is done."""
 
-    Args:
-        peers: after the first failure: the others find out and say what they saw.
-        interrupt: after SIGINT.
-        terminate: after SIGTERM.
-        kill: after SIGKILL, which a process in a system call may outlive for a while.
-        finish: after SIGTERM to those that are left when the job has succeeded.
-    """
-
-    peers: float = 3.0
-    interrupt: float = 5.0
-    terminate: float = 10.0
-    kill: float = 5.0
-    finish: float = 10.0
+    peers: float = 3.0  # after the first failure: the others find out and say what they saw
+    interrupt: float = 5.0  # after SIGINT
+    terminate: float = 10.0  # after SIGTERM
+    kill: float = 5.0  # after SIGKILL, which a process in a system call may outlive for a while
+    finish: float = 10.0  # after SIGTERM to those that are left when the job has succeeded
 
     def plan(self, reason: EndReason, signum: int) -> list[tuple[int, float]]:
         """The signals to send for a reason, each with the seconds to wait after it; 0 is none."""

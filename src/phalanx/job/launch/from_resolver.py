@@ -20,8 +20,6 @@ from phalanx.errors import ClusterEnvironmentError, InvalidTypeError, InvalidVal
 from phalanx.job.hub.descriptions import Task
 from phalanx.runtime.formatting import shown
 
-__all__ = ["RESOLVERS", "parse_arguments", "parse_task", "resolved", "resolved_config"]
-
 RESOLVERS: dict[str, type[ClusterResolver]] = {
     "gce": GCEClusterResolver,
     "kubernetes": KubernetesClusterResolver,

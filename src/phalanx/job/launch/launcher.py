@@ -38,25 +38,17 @@ from phalanx.job.registry import RunningJob, announced
 from phalanx.job.state_folders import STATE, folder_of_job
 from phalanx.runtime.deadlines import worker_deadline
 
-__all__ = ["Hosts", "Job", "JobOutcome", "JobView", "members", "planned_commands", "run_job"]
-
 _DEATH_SECONDS = 0.3
 """How long the hub waits to learn how a process ended whose connection has closed."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts that are reached over ssh.
+    """Hosts that are reached over ssh."""
 
-    Args:
-        names: the hosts, with commas between them.
-        ssh: the command that logs in.
-        hub_address: the address of this machine that the hosts reach; found out if it is not given.
-    """
-
-    names: str
-    ssh: str = "ssh -o BatchMode=yes"
-    hub_address: str | None = None
+    names: str  # with commas between them
+    ssh: str = "ssh -o BatchMode=yes"  # the command that logs in
+    hub_address: str | None = None  # of this machine, as the hosts reach it; else it is found out
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 from phalanx.errors import InvalidValueError, ResourceExhaustedError
 
-__all__ = ["PortReservation"]
-
 _LOWEST, _HIGHEST = 10_240, 65_535
 _MANY = 1000
 

@@ -18,8 +18,6 @@ from phalanx.job.launch.exit_policy import DEFAULT_PATIENCE, EndReason, ExitPoli
 from phalanx.job.launch.output import LineSplitter, Tail
 from phalanx.job.launch.worker_process import Guard, Process, Running
 
-__all__ = ["Command", "GroupOutcome", "Interrupts", "Sink", "Spawn", "run_process_group", "spawn_here"]
-
 _LINGER_SECONDS = 1.0
 """How long the children of a process that has ended may clean up."""
 _CHUNK = 1 << 16

@@ -26,8 +26,6 @@ from phalanx.job.launch.worker_process import Guard
 from phalanx.net.addresses import join_address
 from phalanx.runtime.formatting import shown
 
-__all__ = ["RayCluster", "RayOptions", "RayProcess", "parse_resources"]
-
 _LOOPBACK = "127.0.0.1"
 _READ = 5.0  # seconds that an actor waits for output before it says that there is none
 _ANSWER = 60.0  # seconds within which an actor answers

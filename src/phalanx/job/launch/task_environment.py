@@ -10,15 +10,6 @@ from phalanx.errors import InvalidValueError
 from phalanx.job.hub.descriptions import Task
 from phalanx.runtime.devices import cpu_device_environment
 
-__all__ = [
-    "RETAIN_MEMORY",
-    "essential_tasks",
-    "job_tasks",
-    "task_environment",
-    "tf_config",
-    "with_addresses",
-]
-
 RETAIN_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",

@@ -18,8 +18,6 @@ from phalanx.errors import NotFoundError
 from phalanx.job.launch import guard as guard_program
 from phalanx.runtime.formatting import shown
 
-__all__ = ["Guard", "Process", "Running", "describe_code", "shell_code"]
-
 _REAP_SECONDS = 5.0
 
 
