@@ -192,14 +192,11 @@ def new_group(ranks: Sequence[int] | None = None) -> Group:
     """Make a group without a name of its own; of all ranks if none are given. See `create_group`."""
     members = check_ranks(range(world_size()) if ranks is None else ranks)
     inside = replica()
-    if inside is not None:
-        with _lock:
-            counts = _made_inside.setdefault(inside, {})
-            number = counts[members] = counts.get(members, 0) + 1
-        return create_group(f"replicas_{'_'.join(map(str, members))}_{number}", members)
     with _lock:
-        number = _made[members] = _made.get(members, 0) + 1
-        return create_group(f"group_{'_'.join(map(str, members))}_{number}", members)
+        counts = _made if inside is None else _made_inside.setdefault(inside, {})
+        number = counts[members] = counts.get(members, 0) + 1
+        kind = "group" if inside is None else "replicas"
+        return create_group(f"{kind}_{'_'.join(map(str, members))}_{number}", members)
 
 
 def destroy_group(group: Group | str) -> None:

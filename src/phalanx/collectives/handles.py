@@ -65,19 +65,14 @@ class Handle:
         """
         try:
             self.result(timeout)
-        except DeadlineExceededError as error:
-            if not self._future.done():
+        except BaseException as error:
+            if isinstance(error, DeadlineExceededError) and not self._future.done():
                 raise
-            return self._raise_once(error)
-        except BaseException as error:  # noqa: BLE001 - raised again, once
-            return self._raise_once(error)
+            if self._raised:
+                return False
+            self._raised = True
+            raise
         return True
-
-    def _raise_once(self, error: BaseException) -> bool:
-        if self._raised:
-            return False
-        self._raised = True
-        raise error
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait, and return what the operation gives; raises its error every time."""

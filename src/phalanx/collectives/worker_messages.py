@@ -102,9 +102,7 @@ def irecv(template: Any, src: int | None, group: Group | str | None, tag: int) -
         data = message.data.view(dtype).reshape(shape)
         return data if isinstance(template, np.ndarray) else jnp.asarray(data)
 
-    came.add_done_callback(
-        lambda _: world.lane(("receive",)).submit(lambda: settle(future, taken))  # type: ignore[arg-type]
-    )
+    came.add_done_callback(lambda _: world.lane(("receive",)).submit(lambda: settle(future, taken)))
     end = time.monotonic() + worker_deadline()
     others = [r for r in call.group.ranks if r != world.rank] if src is None else [src]
 

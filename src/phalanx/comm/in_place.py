@@ -205,11 +205,10 @@ def _into(
 ) -> Handle | None:
     """Perform an operation whose result goes into a buffer, or into a list of them."""
     if isinstance(buffer, np.ndarray | Variable):
-        out, put = whole(buffer), write
-    else:
-        out, put = [whole(b) for b in buffer], write_all
-    outcome = perform(name, group, async_op, x, out=out, **arguments)
-    return filled(outcome, lambda result: put(buffer, result), async_op)
+        outcome = perform(name, group, async_op, x, out=whole(buffer), **arguments)
+        return filled(outcome, lambda result: write(buffer, result), async_op)
+    outcome = perform(name, group, async_op, x, out=[whole(b) for b in buffer], **arguments)
+    return filled(outcome, lambda results: write_all(buffer, results), async_op)
 
 
 def check_buffer(

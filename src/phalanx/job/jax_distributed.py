@@ -65,11 +65,6 @@ def _cpu_client_at(host: str) -> Any:
     return _make_cpu_client(_make_gloo(_state.client, hostname=host))
 
 
-def are_joined() -> bool:
-    """Whether this process is one of several for JAX."""
-    return jax.distributed.is_initialized()
-
-
 def leave(*, abandon: bool = False) -> None:
     """Undo `join`. With the service's peers gone or not, this does not wait for them.
 

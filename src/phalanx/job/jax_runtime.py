@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 def start_problem(task: Task) -> Failure | None:
     """What keeps this process from becoming one of several, or None."""
-    if jax_distributed.are_joined():
+    if jax.distributed.is_initialized():
         text = (
             f"The process of {task} has joined others already (by jax.distributed.initialize, or by "
             "another strategy over several workers). Leave that to Phalanx, and create one such "

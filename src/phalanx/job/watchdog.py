@@ -18,7 +18,7 @@ from phalanx.errors import PhalanxError
 from phalanx.job.device_connections import Gate, cut, tries_to_connect
 from phalanx.job.hub.client import Member
 from phalanx.job.hub.descriptions import Failure
-from phalanx.job.hub.worker_table import WorkerTable
+from phalanx.job.hub.worker_table import WorkerTable, phase_text
 from phalanx.runtime.call_site import where_is
 from phalanx.runtime.deadlines import STUCK_EXIT_CODE, worker_deadline
 
@@ -123,10 +123,9 @@ class Watchdog:
         warn_after = min(_WARN_AFTER, seconds / 2) if warn_after is None else warn_after
         self._policy = WaitPolicy(warn_after=warn_after, every=every, deadline=seconds, grace=grace)
         self._file, self._end = file, end
-        self._pending: tuple[int, float] | None = None
+        self._seen: dict[str, tuple[Any, float]] = {}
         self._gate: Gate | None = None
         self._gates: list[Any] = []
-        self._reads: tuple[Any, float] | None = None
         self._failed_since: float | None = None
         self._computed = 0.0
         self._stopped = threading.Event()
@@ -180,12 +179,14 @@ class Watchdog:
         member = self._member
         if member.failure is not None and self._failed_since is None:
             self._failed_since, self._computed = now, time.process_time()
-        wait, peers = member.wait, member.status.long_peer_waits(now)
+        wait, status, peers = member.wait, member.status, member.status.long_peer_waits(now)
+        reads, pending = status.phase == "input", status.pending
+        is_ready = pending is None or _is_ready(pending)
         return Observation(
             waits_since=None if wait is None else wait.since,
             peers_since=peers[0].since if peers else None,
-            input_since=self._input_since(now),
-            device_waits_since=self._device_waits_since(now),
+            input_since=self._since("input", status.snapshot() if reads else None, now),
+            device_waits_since=self._since("devices", None if is_ready else id(pending), now),
             failed_since=self._failed_since,
             told=member.told,
             is_idle=self._is_idle(now),
@@ -197,22 +198,14 @@ class Watchdog:
             return False
         return time.process_time() - self._computed < _IDLE_SHARE * (now - self._failed_since)
 
-    def _input_since(self, now: float) -> float | None:
-        """Since when the program is in one and the same wait for input, as far as was seen."""
-        current = self._member.status.snapshot()
-        if self._member.status.phase != "input":
-            self._reads = None
-        elif self._reads is None or self._reads[0] != current:
-            self._reads = (current, now)
-        return None if self._reads is None else self._reads[1]
-
-    def _device_waits_since(self, now: float) -> float | None:
-        pending = self._member.status.pending
-        if pending is None or _is_ready(pending):
-            self._pending = None
-        elif self._pending is None or self._pending[0] != id(pending):
-            self._pending = (id(pending), now)
-        return None if self._pending is None else self._pending[1]
+    def _since(self, what: str, current: Any, now: float) -> float | None:
+        """Since when something has been the same, as far as was seen; None if it is None."""
+        if current is None:
+            self._seen.pop(what, None)
+            return None
+        if what not in self._seen or self._seen[what][0] != current:
+            self._seen[what] = (current, now)
+        return self._seen[what][1]
 
     def _ask(self, every: float) -> tuple[WorkerTable, bool] | None:
         try:
@@ -291,11 +284,7 @@ class Watchdog:
 
 def _describe(row: Mapping[str, Any]) -> str:
     """Who is late, and where it has been for how long."""
-    if row["state"] != "joined":
-        return str(row["worker"])
-    site = f" at {row['site']}" if row["site"] else ""
-    lasts = f" for {row['seconds']:.0f} seconds" if row["seconds"] >= 1 else ""
-    return f"{row['worker']} in phase {row['phase']!r}{lasts}{site}"
+    return f"{row['worker']} {phase_text(row)}" if row["state"] == "joined" else str(row["worker"])
 
 
 def _is_ready(pending: Any) -> bool:

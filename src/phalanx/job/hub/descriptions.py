@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -93,13 +94,12 @@ def describe_exit(code: int) -> str:
     """
     if code >= 0:
         return f"ended with exit code {code}"
-    import signal
+    return f"was killed by signal {-code} ({signal_name(-code) or 'unknown'})"
 
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = "unknown"
-    return f"was killed by signal {-code} ({name})"
+
+def signal_name(number: int) -> str:
+    """The name of a signal, '' if it has none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else ""
 
 
 def describe_program(details: Any) -> str:

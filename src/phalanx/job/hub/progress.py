@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phalanx.job.hub.descriptions import Task
+from phalanx.job.hub.worker_table import phase_text
 
 if TYPE_CHECKING:
     from phalanx.job.hub.wait_graph import WaitEdge
@@ -117,9 +118,5 @@ class Progress:
 
 def describe_place(record: TaskRecord, row: Mapping[str, Any]) -> str:
     """Where a late task is, in words."""
-    site = f" at {row['site']}" if row["site"] else ""
-    lasts = f" for {row['seconds']:.0f} seconds" if row["seconds"] >= 1 else ""
     quiet = f", silent for {row['quiet']:.0f} seconds" if row["quiet"] else ""
-    return (
-        f"{record}, {row['behind']:.0f} seconds behind, in phase {row['phase']!r}{lasts}{site}{quiet}"
-    )
+    return f"{record}, {row['behind']:.0f} seconds behind, {phase_text(row)}{quiet}"

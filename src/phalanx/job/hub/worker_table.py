@@ -50,6 +50,13 @@ class WorkerTable:
         return sorted(late, key=lambda row: -row["behind"])
 
 
+def phase_text(row: Mapping[str, Any]) -> str:
+    """What a worker does, where, and for how long."""
+    lasts = f" for {row['seconds']:.0f} seconds" if row["seconds"] >= 1 else ""
+    site = f" at {row['site']}" if row["site"] else ""
+    return f"in phase {row['phase']!r}{lasts}{site}"
+
+
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     host = f"{row['host']} ({row['pid']})" if row["host"] else row["address"]
     phase = {"joined": row["phase"], "absent": "not there yet", "left": "done"}.get(

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from phalanx.errors import NotFoundError
+from phalanx.job.hub.descriptions import signal_name
 from phalanx.job.launch import guard as guard_program
 from phalanx.runtime.formatting import shown
 
@@ -36,12 +37,7 @@ def describe_code(code: int) -> str:
     >>> describe_code(3), describe_code(-9)
     ('exit code 3', 'signal SIGKILL')
     """
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
+    return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code) or -code}"
 
 
 class Guard:
