@@ -48,7 +48,7 @@ def own_folder(monkeypatch, tmp_path):
 
 
 def place(addresses, rank):
-    return preflight.find_place(resolver(addresses, rank))
+    return preflight.find_membership(resolver(addresses, rank))
 
 
 @contextlib.contextmanager

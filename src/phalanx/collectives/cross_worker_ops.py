@@ -99,7 +99,7 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         expect_model(xs)
         _limit_program(options)
         packing, total = self._packing(options), self._total(options)
-        return sums_in_programs.all_reduce(reduce_op, xs, packing, total)
+        return sums_in_programs.reduce_over_replicas(reduce_op, xs, packing, total)
 
     def sum_of_rows(self, rows: jax.Array) -> jax.Array:
         """The sum over replicas of a traced array with a row for each of them."""

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.collectives import group_rendezvous, worker_messages
-from phalanx.collectives.eager_replicas import like, replica_handle, snapshot
+from phalanx.collectives.eager_replicas import replica_handle, snapshot
 from phalanx.collectives.group_rendezvous import PendingResult, rank_of
 from phalanx.collectives.groups import Group
 from phalanx.collectives.handles import Handle, OwnHandle, finished
 from phalanx.collectives.inbox import Inbox
 from phalanx.collectives.mismatches import different_arrays
-from phalanx.collectives.table import kind
+from phalanx.collectives.table import kind, like
 from phalanx.core.collective_calls import differentiably
 from phalanx.core.replica_context import (
     Rendezvous,

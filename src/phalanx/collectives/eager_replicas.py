@@ -22,7 +22,7 @@ from phalanx.collectives.handles import Outcome, OwnHandle, PendingArray
 from phalanx.collectives.mismatches import different_parts
 from phalanx.collectives.packing import Packing
 from phalanx.collectives.reductions import Reduction, combine, kind_of, reduce_into
-from phalanx.collectives.table import Request, Splits, parts_of
+from phalanx.collectives.table import Request, Splits, like, parts_of
 from phalanx.core.collective_calls import differentiably
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import ReplicaContext, replica_device, require_known_values
@@ -199,11 +199,6 @@ class EagerReplicas:
 
 def _is_traced(xs: Any) -> bool:
     return any(compat.is_tracer(x) for x in (xs if isinstance(xs, list) else [xs]))
-
-
-def like(x: Any, result: Any) -> Any:
-    """The result as NumPy's array if `x` is one."""
-    return np.array(result) if isinstance(x, np.ndarray) else result
 
 
 def snapshot(x: Any) -> Any:

@@ -18,7 +18,7 @@ class OperationQueue:
     """Runs operations in their order, which all ranks must share.
 
     An operation that its caller waits for runs in the caller's own thread if nothing is under way.
-    All others run in the lane's thread, which is started for the first of them.
+    All others run in the queue's thread, which is started for the first of them.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,7 +59,7 @@ class OperationQueue:
         self._ended()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in the lane's thread when everything before it is done."""
+        """Run `work` in the queue's thread when everything before it is done."""
         future: Future[T] = Future()
         with uninterrupted(), self._lock:
             if self._thread is None:
@@ -82,7 +82,7 @@ class OperationQueue:
 
     @property
     def is_current(self) -> bool:
-        """Whether the calling thread is the lane's own."""
+        """Whether the calling thread is the queue's own."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:

@@ -114,7 +114,7 @@ class PreparedCall:
         self, world: World, channel: Channel, call: WorkerCall, request: Request, code: CodeType
     ) -> None:
         self._world, self._channel, self._call, self._code = world, channel, call, code
-        self._lane = world.lane(call.group.members)
+        self._queue = world.queue(call.group.members)
         self._operation, self._op, self._ranks = request.operation, request.op, request.ranks
         x = request.x
         self._shape: Any = None if x is None else x.shape
@@ -143,7 +143,7 @@ class PreparedCall:
             return NOT_DONE
         # An interrupt in the middle would leave the connections in the middle of something.
         with uninterrupted():
-            if not self._lane.enter():
+            if not self._queue.enter():
                 return NOT_DONE
             try:
                 if self._world.has_failed or self._channel.under_way:
@@ -153,7 +153,7 @@ class PreparedCall:
                     return self._finish(x, data, out)
                 return self._go_on(x, out)
             finally:
-                self._lane.leave()
+                self._queue.leave()
 
     def _swap(self, data: Array | None) -> bool:
         """Send to, and receive from, all members; returns whether everything is as expected.

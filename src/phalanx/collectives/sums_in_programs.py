@@ -21,7 +21,7 @@ def total(x: jax.Array) -> jax.Array:
     return summed
 
 
-def all_reduce(
+def reduce_over_replicas(
     op: ReduceOp,
     xs: Sequence[jax.Array],
     packing: Packing,
@@ -38,7 +38,7 @@ def all_reduce(
     return reduced
 
 
-def all_reduce_slices(op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
+def join_slices(op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
     """Join sparse rows over all replicas."""
     values, indices = spmd.all_gather(slices.values, 0), spmd.all_gather(slices.indices, 0)
     if op is ReduceOp.MEAN:

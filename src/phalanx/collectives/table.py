@@ -259,6 +259,21 @@ def kind_text(dtype: Any, shape: tuple[int, ...]) -> str:
     return array_text(jnp.dtype(dtype).name, shape)
 
 
+def like(x: Any, result: Any) -> Any:
+    """The result as NumPy's array if `x` is one."""
+    return np.array(result) if isinstance(x, np.ndarray) else result
+
+
+def rows_of(x: Any, count: int) -> Any:
+    """An array as so many equal parts of its first dimension, one under another."""
+    return x.reshape((count, x.shape[0] // count, *x.shape[1:]))
+
+
+def join_rows(rows: Any) -> Any:
+    """Parts that stand one under another as one array."""
+    return rows.reshape((rows.shape[0] * rows.shape[1], *rows.shape[2:]))
+
+
 def parts_of(x: Any, sizes: Sequence[int]) -> list[Any]:
     """An array cut along the first dimension."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]

@@ -86,14 +86,14 @@ class WorkerCall:
             with wait:
                 return self._run(world, notice, seconds, before, request, wait)
 
-        lane = world.lane(self.group.members)
+        queue = world.queue(self.group.members)
         if not self.async_op:
             # An interrupt in the middle would leave the connections in the middle of something. It
             # waits until the operation has ended, or until nothing has moved for a moment.
             with uninterrupted(), wait.blocking():
-                ran, result = lane.try_now(run)
-            return (result if ran else self._wait(lane, run, wait).result()), None
-        handle = Handle(lane.submit(run), self.site, world.check, wait=wait.blocking)
+                ran, result = queue.try_now(run)
+            return (result if ran else self._wait(queue, run, wait).result()), None
+        handle = Handle(queue.submit(run), self.site, world.check, wait=wait.blocking)
         return PendingArray(handle), handle
 
     def go_on(self, request: Request) -> Any:
@@ -109,13 +109,13 @@ class WorkerCall:
             where += f" of the ranks {list(self.group.ranks)}"
         return Notice(f"{self.name}({request.same}) in {where}", self.site, request.told)
 
-    def _wait(self, lane: OperationQueue, run: Callable[[], Any], wait: PeerWait) -> Handle:
-        if lane.is_current:
+    def _wait(self, queue: OperationQueue, run: Callable[[], Any], wait: PeerWait) -> Handle:
+        if queue.is_current:
             raise ContextError(
                 f"{self.name} cannot be waited for in a callback of another operation of the "
                 "same ranks, which it comes after. Use async_op=True there. Received: async_op=False"
             )
-        return Handle(lane.submit(run), self.site, groups.world().check, wait=wait.blocking)
+        return Handle(queue.submit(run), self.site, groups.world().check, wait=wait.blocking)
 
     def _run(
         self,

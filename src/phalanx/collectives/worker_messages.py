@@ -51,7 +51,7 @@ def isend(x: Any, dst: int, group: Group | str | None, tag: int) -> Handle | Non
             cause.add_note(f"In send, launched at {call.site}.")
             raise cause from error
 
-    future = world.lane(("send", dst)).submit(run)
+    future = world.queue(("send", dst)).submit(run)
     return Handle(future, call.site, world.check, wait=wait.blocking)
 
 
@@ -102,7 +102,7 @@ def irecv(template: Any, src: int | None, group: Group | str | None, tag: int) -
         data = message.data.view(dtype).reshape(shape)
         return data if isinstance(template, np.ndarray) else jnp.asarray(data)
 
-    came.add_done_callback(lambda _: world.lane(("receive",)).submit(lambda: settle(future, taken)))
+    came.add_done_callback(lambda _: world.queue(("receive",)).submit(lambda: settle(future, taken)))
     end = time.monotonic() + worker_deadline()
     others = [r for r in call.group.ranks if r != world.rank] if src is None else [src]
 

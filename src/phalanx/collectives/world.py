@@ -1,4 +1,4 @@
-"""The workers of this job: who they are, how they agree on what to do, and their lanes."""
+"""The workers of this job: who they are, how they agree on what to do, and their queues."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class World:
         self.size = 1 if connection is None else connection.size
         self.is_on_host = _is_on_host()
         """Whether data move through the memory of the host, else between devices."""
-        self._lanes: dict[Any, OperationQueue] = {}
+        self._queues: dict[Any, OperationQueue] = {}
         self.channels: dict[tuple[int, ...], Channel] = {}
         """The connections between the members of groups that have had an operation."""
         self._lock = threading.Lock()
@@ -73,12 +73,12 @@ class World:
             self._join(connection)
 
     def _join(self, connection: JobConnection) -> None:
-        place = connection.place
-        token = find_token(place.is_local).encode()
+        membership = connection.membership
+        token = find_token(membership.is_local).encode()
         self.hosts = [str(m.get("host")) for m in connection.roster]
         self._names = [f"rank {i} ({m.get('worker')})" for i, m in enumerate(connection.roster)]
         key = hashlib.sha256(b"collectives of " + token).digest()
-        self._links = Links(self.rank, bind_host(place.task, place.is_local), key)
+        self._links = Links(self.rank, bind_host(membership.task, membership.is_local), key)
         self.mailbox = Mailbox(self.rank, self._links, self._dial, self.check)
         jax_distributed.publish(f"phalanx/links/{self.rank}", json.dumps(self._links.address))
         connection.member.on_failure(lambda _: self._cut())
@@ -150,20 +150,20 @@ class World:
 
     # -- order -----------------------------------------------------------------------------------
 
-    def lane(self, key: Any) -> OperationQueue:
+    def queue(self, key: Any) -> OperationQueue:
         """What keeps operations of one kind in order."""
-        lane = self._lanes.get(key)
-        if lane is None:
+        queue = self._queues.get(key)
+        if queue is None:
             with self._lock:
-                lane = self._lanes.setdefault(key, OperationQueue("-".join(map(str, key))))
-        return lane
+                queue = self._queues.setdefault(key, OperationQueue("-".join(map(str, key))))
+        return queue
 
     def settle(self) -> None:
         """Wait until what was launched is done, or the job has failed."""
         with self._lock:
-            lanes = list(self._lanes.values())
-        for lane in lanes:
-            while not lane.is_current and not lane.wait_idle(_LOOK):
+            queues = list(self._queues.values())
+        for queue in queues:
+            while not queue.is_current and not queue.wait_idle(_LOOK):
                 if self.has_failed:
                     return
 
@@ -175,8 +175,8 @@ class World:
         """Finish what was launched and stop all threads."""
         self.settle()
         atexit.unregister(self.settle)
-        for lane in self._lanes.values():
-            lane.close()
+        for queue in self._queues.values():
+            queue.close()
         if self._links is not None:
             self._links.close()
         if self._orderly is not None and shared_programs.ledger() is self._orderly:
@@ -218,7 +218,7 @@ class World:
         assert self._links is not None
         assert self._connection is not None
         end = time.monotonic() + worker_deadline() if end is None else end
-        host = split_address(self._connection.place.tasks[rank].address)[0]
+        host = split_address(self._connection.membership.tasks[rank].address)[0]
         refusals = 0
         while True:
             self.check()

@@ -22,7 +22,7 @@ _ANY = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
-class Place:
+class Membership:
     """Where this process stands: the tasks that train together, by rank, and which of them it is.
 
     `cluster` is the description of the whole cluster as text, for comparing.
@@ -58,7 +58,7 @@ def training_tasks(cluster: ClusterSpec) -> tuple[Task, ...]:
     )
 
 
-def find_place(resolver: ClusterResolver) -> Place:
+def find_membership(resolver: ClusterResolver) -> Membership:
     """Ask a resolver for the cluster and the task of this process, and check both."""
     cluster, task_type, task_id = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     if task_type is None or task_id is None:
@@ -75,7 +75,7 @@ def find_place(resolver: ClusterResolver) -> Place:
     tasks = training_tasks(cluster)
     check_addresses(tasks)
     text = json.dumps({job: cluster.job_tasks(job) for job in sorted(cluster.jobs)})
-    return Place(tasks, id_in_cluster(cluster, task_type, task_id), text)
+    return Membership(tasks, id_in_cluster(cluster, task_type, task_id), text)
 
 
 def check_addresses(tasks: Sequence[Task]) -> None:

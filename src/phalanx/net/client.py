@@ -35,14 +35,8 @@ def connect(
 ) -> socket.socket:
     """Connect, trying again until `timeout` has passed; both ends have then proved themselves.
 
-    Args:
-        address: ``host:port``.
-        key: the secret.
-        purpose: what the connection is for.
-        timeout: seconds within which the peer must be reached.
-        peer: what listens there, for errors.
-        hint: what an error says of the reasons that a peer may not be there.
-        name: where the peer listens for processes of its own machine.
+    `hint` is what an error says of the reasons that a peer may not be there, and `name` where it
+    listens for processes of its own machine.
     """
     host, port = split_address(address)
     end = time.monotonic() + timeout

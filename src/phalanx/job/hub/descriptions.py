@@ -126,11 +126,8 @@ def describe_program(details: Any) -> str:
 def mismatch_text(sequence: int, programs: Mapping[str, Any], passed: Mapping[str, Any]) -> str:
     """What is said when workers come to different programs.
 
-    Args:
-        sequence: the number of the program in the order that all workers must keep.
-        programs: what workers were about to run for the first time, by worker.
-        passed: what workers have run at that number that they knew already, by worker; None if that is
-            not known any more.
+    `programs` are what workers were about to run for the first time, at a number in the order that all
+    must keep; `passed` are those that were known already, None where they are not remembered.
     """
     rule = (
         f"The workers came to different programs at number {sequence}. All workers must run the same "

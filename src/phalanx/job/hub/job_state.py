@@ -20,7 +20,13 @@ from phalanx.job.hub import admission, fields, wait_graph
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit, shorten
 from phalanx.job.hub.program_order import MOST_CODES, Agreement
 from phalanx.job.hub.progress import Progress, TaskRecord, describe_place
-from phalanx.job.hub.stack_requests import STACK_PATIENCE, Out, StackRequest, StackRequests, heard
+from phalanx.job.hub.stack_requests import (
+    STACK_PATIENCE,
+    Out,
+    StackRequest,
+    StackRequests,
+    acknowledged,
+)
 from phalanx.job.hub.wait_graph import WaitEdge
 
 _LONG_INPUT = 1.0  # seconds after which a wait for input is worth a word
@@ -151,7 +157,7 @@ class JobState:
             if kind == "stacks":
                 return self._ask_stacks(peer, message, now)
             if record is None or record.is_gone:
-                return [(peer, heard(message))] if kind == "leave" else []
+                return [(peer, acknowledged(message))] if kind == "leave" else []
             handlers = {
                 "status": self._status,
                 "post": self._post,
@@ -312,7 +318,9 @@ class JobState:
     def _fail_message(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         kind, text = fields.label(message, "kind"), fields.text(message, "text")
         out = self._fail(Failure(kind, text, str(record.task)))
-        return out if message.get("request") is None else out + self._answer(record, heard(message))
+        return (
+            out if message.get("request") is None else out + self._answer(record, acknowledged(message))
+        )
 
     def _broken(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member lost a connection to another member; that tells nothing yet if all are there."""
@@ -323,7 +331,7 @@ class JobState:
     def _leave(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         record.state = "left"
         record.status = {**record.status, "phase": "done"}
-        return [*self._answer(record, heard(message)), *self._settle(now)]
+        return [*self._answer(record, acknowledged(message)), *self._settle(now)]
 
     def _deadline(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member has waited for too long: ask those who are late where they are, then give up."""

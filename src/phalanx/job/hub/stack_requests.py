@@ -81,6 +81,6 @@ class StackRequests:
         return over
 
 
-def heard(message: Mapping[str, Any]) -> dict[str, Any]:
+def acknowledged(message: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a message that needs no other."""
     return {"type": "heard", "request": message.get("request")}

@@ -36,7 +36,7 @@ def main() -> int:
         except OSError as error:
             print(f"The process cannot be started: {error}", file=sys.stderr)
             return NO_START
-        guard.brand(process.pid, mark)
+        guard.mark_process(process.pid, mark)
         own_guard.watch(process.pid)
         threading.Thread(target=_follow, args=(process.pid, mark), daemon=True).start()
         code = process.wait()

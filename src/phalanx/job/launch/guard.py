@@ -37,12 +37,12 @@ TERM_SECONDS = 2.0
 """How long processes may take to end by themselves after a SIGTERM."""
 
 
-def brand(pid: int, mark: str) -> None:
+def mark_process(pid: int, mark: str) -> None:
     """Give a process a mark that its children inherit whatever environment they get; Linux only."""
     _set_limit(pid, numbers(mark).start)
 
 
-def unbrand() -> None:
+def unmark_this_process() -> None:
     """Take the mark off this process."""
     _set_limit(os.getpid(), None)
 
@@ -133,7 +133,7 @@ def end_all(mark: str, groups: Iterable[int]) -> None:
 
 def main() -> None:
     """Follow the launcher's messages until it says goodbye or dies."""
-    unbrand()  # where a job runs inside a job, the outer one must not end this process
+    unmark_this_process()  # where a job runs inside a job, the outer one must not end this process
     mark = ""
     groups: set[int] = set()
     for line in sys.stdin:

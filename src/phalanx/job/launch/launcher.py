@@ -53,38 +53,23 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, and how.
+    """What to run, and how."""
 
-    Args:
-        argv: the program and its arguments, the same for all tasks.
-        tasks: the tasks, without addresses.
-        name: what the job is called.
-        environ: the environment that all processes have in common.
-        cwd: the folder they start in.
-        devices: the number of logical CPU devices of each process; None leaves it to them.
-        retain_memory: whether the C library of the processes keeps freed memory.
-        timeout: how many seconds the job may take, restarts included.
-        restarts: how often all processes are started again after a failure; with parameter servers,
-            how often each process is started again on its own.
-        patience: how long processes may take to end.
-        hosts: where the processes run; None for this machine.
-        ray: how the processes are placed on a Ray cluster; None does without Ray.
-        python: the interpreter on other hosts.
-    """
-
-    argv: Sequence[str]
-    tasks: Sequence[Task]
-    name: str
+    argv: Sequence[str]  # the program and its arguments, the same for all tasks
+    tasks: Sequence[Task]  # without addresses
+    name: str  # what the job is called
+    # The environment that all processes have in common, and the folder they start in.
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
     cwd: str = field(default_factory=os.getcwd)
-    devices: int | None = None
-    retain_memory: bool = False
-    timeout: float | None = None
+    devices: int | None = None  # logical CPU devices of each process; None leaves it to them
+    retain_memory: bool = False  # whether the C library of the processes keeps freed memory
+    timeout: float | None = None  # seconds that the job may take, restarts included
+    # How often all processes are started again after a failure; with parameter servers, each alone.
     restarts: int = 0
-    patience: Patience = DEFAULT_PATIENCE
-    hosts: Hosts | None = None
-    ray: RayOptions | None = None
-    python: str = "python3"
+    patience: Patience = DEFAULT_PATIENCE  # how long processes may take to end
+    hosts: Hosts | None = None  # where the processes run; None for this machine
+    ray: RayOptions | None = None  # how they are placed on a Ray cluster; None does without Ray
+    python: str = "python3"  # the interpreter on other hosts
 
 
 @dataclass(frozen=True)
@@ -102,7 +87,7 @@ class JobOutcome:
     report: list[str] = field(default_factory=list)
 
 
-class JobView(Sink, Protocol):
+class JobDisplay(Sink, Protocol):
     """Shows a job to people."""
 
     def restarts(self, task: Task, code: int, count: int) -> None:
@@ -147,7 +132,7 @@ def ending_of(job: Job) -> ExitPolicy:
     )
 
 
-def run_job(job: Job, view: JobView) -> JobOutcome:
+def run_job(job: Job, view: JobDisplay) -> JobOutcome:
     """Run a job until it has succeeded, or has failed and is not to be restarted."""
     give_up = None if job.timeout is None else time.monotonic() + job.timeout
     with Interrupts() as interrupts:
@@ -164,7 +149,7 @@ def run_job(job: Job, view: JobView) -> JobOutcome:
 
 
 def _attempt(
-    job: Job, view: JobView, attempt: int, timeout: float | None, interrupts: Interrupts
+    job: Job, view: JobDisplay, attempt: int, timeout: float | None, interrupts: Interrupts
 ) -> JobOutcome:
     running: dict[Task, Running] = {}
     ending = ending_of(job)

@@ -164,7 +164,7 @@ class Process:
             raise NotFoundError(
                 f"The program cannot be started: {error.strerror}. Received: {shown(argv[0])}"
             ) from error
-        guard_program.brand(self.pid, self._mark)
+        guard_program.mark_process(self.pid, self._mark)
         guard.watch(self.pid)
         self.exit_fd = _exit_fd(self.pid)
         assert self._popen.stdout is not None
