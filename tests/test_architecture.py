@@ -313,3 +313,40 @@ def test_seed_names_exist() -> None:
     for error in vars(px.errors).values():
         if isinstance(error, type) and issubclass(error, Exception):
             assert issubclass(error, px.PhalanxError)
+
+
+NAMESAKES = {
+    # Both are public, and have the names that TensorFlow gives them.
+    "Server": {"coordinator/rpc.py", "coordinator/server.py"},
+    # The public one says how a tensor is cut; the other how components lie in a global array.
+    "Layout": {"core/values.py", "parallel/device_layout.py"},
+    # The public one lays a program out over devices; the other joins several programs.
+    "Plan": {"execution/joint/planning.py", "parallel/plan.py"},
+    # Both are one traced program: as it is called, and flat, as it is read to be joined.
+    "Program": {"execution/joint/reading.py", "execution/program.py"},
+    # What the one promises, the other does.
+    "Tap": {"core/traced_variables.py", "execution/taps.py"},
+    # Neither leaves its folder.
+    "Rows": {"core/elsewhere.py", "data/plan/nodes.py"},
+    "Table": {"core/elsewhere.py", "execution/lifetimes.py"},
+}
+"""Classes of one name, and why there may be two."""
+
+
+def classes_of_one_name(texts: dict[str, str]) -> dict[str, set[str]]:
+    """The names that several modules give to a class, and these modules."""
+    homes: dict[str, set[str]] = {}
+    for path, text in texts.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(path)
+    return {name: paths for name, paths in homes.items() if len(paths) > 1}
+
+
+def test_a_class_has_its_name_alone() -> None:
+    assert classes_of_one_name({name_of(path): path.read_text() for path in modules()}) == NAMESAKES
+
+
+def test_a_class_with_the_name_of_another_is_seen() -> None:
+    texts = {"net/a.py": "class Link: ...", "job/b.py": "class Link: ...\nclass _Own: ..."}
+    assert classes_of_one_name(texts | {"job/c.py": "class _Own: ..."}) == {"Link": set(texts)}

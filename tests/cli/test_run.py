@@ -23,9 +23,9 @@ import phalanx as px
 from phalanx.cli import main
 from phalanx.cli.terminal import JobView, progress_text
 from phalanx.job.hub.descriptions import Failure, Task
-from phalanx.job.launch.exit_policy import Reason
+from phalanx.job.launch.exit_policy import EndReason
 from phalanx.job.launch.launcher import JobOutcome
-from phalanx.job.launch.process_group import Outcome
+from phalanx.job.launch.process_group import GroupOutcome
 
 Script = Callable[[str], str]
 COMMAND = [sys.executable, "-m", "phalanx"]
@@ -371,9 +371,9 @@ def test_what_is_said_of_a_failure(tmp_path: Path) -> None:
 
     def said(codes: list[int | None], failure: Failure, again: bool = False) -> list[str]:
         by_itself = [code is not None for code in codes]
-        gang = Outcome(1, codes, Reason.FAILURE, 0, by_itself, [[], []])
+        processes = GroupOutcome(1, codes, EndReason.FAILURE, 0, by_itself, [[], []])
         with (tmp_path / "err").open("w") as err:
-            outcome = JobOutcome(1, gang, tasks[0], failure, ["Traceback", "E: x"])
+            outcome = JobOutcome(1, processes, tasks[0], failure, ["Traceback", "E: x"])
             JobView(tasks, "x", err, err).failed(outcome, again)
         return (tmp_path / "err").read_text().splitlines()
 

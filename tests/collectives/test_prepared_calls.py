@@ -168,7 +168,7 @@ def in_small_pieces() -> tuple[list[bool], int]:
     """Connections that hold little, so that nothing is sent or received at once."""
     px.comm.init()
     px.comm.barrier()
-    for link in groups.world()._channels[0, 1, 2].links.values():
+    for link in groups.world().channels[0, 1, 2].links.values():
         link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
     x = np.arange(8000, dtype=np.float32)
     with Ways() as ways:
@@ -198,7 +198,7 @@ def waiting_for_the_late() -> tuple[float, int, list[str]]:
     """Rank 0 waits in a prepared call, which is shown, and says so to the one it waits for."""
     px.comm.init()
     rank, shown = px.comm.get_rank(), []
-    waits = groups.world()._status.peer_waits
+    waits = groups.world().status.peer_waits
 
     def tell() -> None:
         # Rank 2 may come a moment later, too.

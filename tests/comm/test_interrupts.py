@@ -35,7 +35,7 @@ def interrupted(count: int) -> tuple[int, int]:
         raise KeyboardInterrupt
 
     def made() -> int:
-        return groups.world()._channels[0, 1].number
+        return groups.world().channels[0, 1].number
 
     times = []
     for i in range(60):

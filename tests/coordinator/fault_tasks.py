@@ -24,7 +24,7 @@ from phalanx.coordinator.cluster_coordinator import ClusterCoordinator
 from phalanx.parameter_server import store
 from phalanx.parameter_server.closure import use
 from phalanx.strategies import parameter_server as strategies
-from phalanx.testing.faults.history import Ended, Final, Named, Raised, Submitted, View
+from phalanx.testing.faults.history import ClosureEnded, Final, Named, Raised, Submitted, View
 
 SERVERS = 2
 LEAST, AT_ONCE = 30, 60  # closures of a wave, after its faults and at a time
@@ -325,7 +325,7 @@ class Program:
     def _raised(self, error: BaseException) -> None:
         self._player.send(Raised(self._run, int(str(error).split()[-1])))
 
-    def _outcome(self, closure: int, value: Any) -> Ended:
+    def _outcome(self, closure: int, value: Any) -> ClosureEnded:
         try:
             found = value.fetch()
         except px.errors.CancelledError:
@@ -334,7 +334,7 @@ class Program:
             return self._ended(closure, "failed")
         return self._done(closure, found)
 
-    def _done(self, closure: int, found: Any) -> Ended:
+    def _done(self, closure: int, found: Any) -> ClosureEnded:
         if not found[2]:
             return self._ended(closure, "done")
         reader, order, seconds, micro = np.asarray(found[1]).tolist()
@@ -342,8 +342,8 @@ class Program:
         view = View(self._run, f"worker session {reader}", order, seconds + micro / 1e6, seen)
         return self._ended(closure, "done", view)
 
-    def _ended(self, closure: int, outcome: str, view: View | None = None) -> Ended:
-        return Ended(self._run, closure, time.monotonic(), outcome, view)
+    def _ended(self, closure: int, outcome: str, view: View | None = None) -> ClosureEnded:
+        return ClosureEnded(self._run, closure, time.monotonic(), outcome, view)
 
     def _view(self) -> View:
         self._reads += 1

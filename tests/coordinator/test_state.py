@@ -11,11 +11,11 @@ from hypothesis import given, settings, strategies as st
 from phalanx.coordinator.actions import (
     Action,
     Build,
+    ClosureOutcome,
+    ClosureSettled,
     Inquire,
-    Outcome,
     Recall,
-    Run,
-    Settled,
+    RunAttempts,
     WorkerState,
 )
 from phalanx.coordinator.state import Machine
@@ -75,7 +75,7 @@ class World:
         self.workers: dict[int, Worker] = {}
         self.zombies: list[Worker] = []
         self.inquiries: list[Token] = []
-        self.settled: dict[int, Settled] = {}
+        self.settled: dict[int, ClosureSettled] = {}
         self.scheduled: list[int] = []
         self.needs: dict[int, set[int]] = {}
         self.started: dict[Token, int] = {}  # how many commits there were
@@ -86,13 +86,15 @@ class World:
     def act(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Run(worker, era, attempts):
+                case RunAttempts(worker, era, attempts):
                     assert self.machine.error is None
                     assert not self.machine.is_paused
                     for token in attempts:
                         assert token not in self.started, "an attempt is made once"
                         assert token.closure not in self.settled
-                        assert all(self.outcome(n) is Outcome.DONE for n in self.needs[token.closure])
+                        assert all(
+                            self.outcome(n) is ClosureOutcome.DONE for n in self.needs[token.closure]
+                        )
                         self.started[token] = len(self.servers.log)
                         self.workers[worker].todo.append((era, token))
                 case Recall(worker, era):
@@ -101,17 +103,17 @@ class World:
                     self.workers[worker].resources += resources
                 case Inquire(_, attempts):
                     self.inquiries += attempts
-                case Settled(closure, outcome, error):
+                case ClosureSettled(closure, outcome, error):
                     assert closure not in self.settled, "a closure settles once"
                     self.settled[closure] = action
-                    if outcome is Outcome.FAILED:
+                    if outcome is ClosureOutcome.FAILED:
                         self.pending = self.pending or error
 
     def then(self, actions: list[Action]) -> None:
         self.act(actions)
         self.act(self.machine.dispatch())
 
-    def outcome(self, closure: int) -> Outcome | None:
+    def outcome(self, closure: int) -> ClosureOutcome | None:
         return self.settled[closure].outcome if closure in self.settled else None
 
     # -- the user
@@ -125,7 +127,7 @@ class World:
 
     def schedule_with_inputs(self, i: int, j: int) -> None:
         needs = set(self.scheduled[-1 - i :][:1] + self.scheduled[-1 - j :][:1])
-        if any(self.outcome(n) in (Outcome.FAILED, Outcome.CANCELLED) for n in needs):
+        if any(self.outcome(n) in (ClosureOutcome.FAILED, ClosureOutcome.CANCELLED) for n in needs):
             number, actions = self.machine.reject(Boom())
         else:
             number, actions = self.machine.schedule(needs), []
@@ -301,7 +303,7 @@ class World:
             for _, token in zombie.todo:
                 self.servers.push(token)
         assert set(self.settled) == set(self.scheduled), "no closure is lost"
-        done = [n for n in self.scheduled if self.outcome(n) is Outcome.DONE]
+        done = [n for n in self.scheduled if self.outcome(n) is ClosureOutcome.DONE]
         assert sorted(self.servers.log) == done, "each effect counts once"
         assert self.machine.done_count == len(done)
 
@@ -340,10 +342,10 @@ def test_whatever_happens(seed: int) -> None:
     run_schedule(seed)
 
 
-def started(actions: list[Action]) -> Run:
+def started(actions: list[Action]) -> RunAttempts:
     """The only action, which starts something."""
     [run] = actions
-    assert isinstance(run, Run)
+    assert isinstance(run, RunAttempts)
     return run
 
 
@@ -353,7 +355,7 @@ def test_an_attempt_that_only_servers_know_of_is_inquired() -> None:
     closure = machine.schedule()
     machine.dispatch()
     assert machine.refused(0, closure, 0) == [Inquire(0, [Token(closure, 0)])]
-    assert machine.resolved(closure, 0, True) == [Settled(closure, Outcome.DONE)]
+    assert machine.resolved(closure, 0, True) == [ClosureSettled(closure, ClosureOutcome.DONE)]
 
 
 def test_without_staleness_workers_take_turns() -> None:
@@ -390,7 +392,7 @@ def test_a_worker_that_has_halted_goes_on_in_the_next_era() -> None:
     second = started(machine.speculate(lambda _: True))
     assert second.worker == 1
     assert machine.failed(1, closure, 1, Boom()) == [], "the other attempt goes on"
-    assert machine.done(0, closure, 0) == [Settled(closure, Outcome.DONE)]
+    assert machine.done(0, closure, 0) == [ClosureSettled(closure, ClosureOutcome.DONE)]
     machine.schedule()
     assert started(machine.dispatch()).era > second.era
 
@@ -402,5 +404,5 @@ def test_what_waits_is_cancelled_when_nothing_can_succeed() -> None:
     assert machine.doomed(error) == []
     machine.worker_up(0)
     assert machine.dispatch() == []
-    assert machine.take_error() == (error, [Settled(closure, Outcome.CANCELLED)])
+    assert machine.take_error() == (error, [ClosureSettled(closure, ClosureOutcome.CANCELLED)])
     assert machine.doomed(error) == [], "it may be said again"

@@ -48,7 +48,7 @@ def own_folder(monkeypatch, tmp_path):
 
 
 def place(addresses, rank):
-    return preflight.find_place(resolver(addresses, rank))
+    return preflight.find_membership(resolver(addresses, rank))
 
 
 @contextlib.contextmanager
@@ -225,7 +225,6 @@ def test_a_launcher_has_the_hub(monkeypatch):
         monkeypatch.setenv("PHALANX_TOKEN", "secret")
         with starting(addresses, [0, 1]) as futures:
             members = [future.result(SECONDS)[0] for future in futures]
-        hub.wait_joined(SECONDS)
         for member in members:
             member.leave()
     assert running_jobs() == []

@@ -18,6 +18,7 @@ from tests.processes import wait_gone
 
 from phalanx.job.hub.descriptions import Task
 from phalanx.job.hub.server import Hub
+from phalanx.job.observer import Observer
 from phalanx.job.registry import find_job
 from phalanx.net.addresses import listen
 from phalanx.runtime.deadlines import STUCK_EXIT_CODE
@@ -142,22 +143,25 @@ def test_a_killed_worker_is_named_on_all_others_at_once(environ):
 
 
 def test_a_stopped_worker_is_shown_as_silent(environ):
-    with launched("light", "wait", 2, environ) as (hub, started):
+    with (
+        launched("light", "wait", 2, environ) as (hub, started),
+        Observer(hub.address, "secret") as observer,
+    ):
         for worker in started:
             worker.hear("ready")
         end = time.monotonic() + SECONDS
-        while not all("in exchange" in stack for stack in hub.stacks(timeout=3.5).values()):
+        while not all("in exchange" in stack for stack in observer.stacks(timeout=3.5).values()):
             assert time.monotonic() < end
         started[1].process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, started[1].process.pid, os.WSTOPPED)
-        stacks = hub.stacks(timeout=3.5)
+        stacks = observer.stacks(timeout=3.5)
         assert "in exchange" in stacks["worker 0"]
         assert stacks["worker 1"] == "It did not answer in time."
         row = hub.table().rows[1]
         assert row["quiet"] > 3
         assert hub.failure is None, "it may come back"
         started[1].process.send_signal(signal.SIGCONT)
-        assert "in exchange" in hub.stacks(timeout=20.0)["worker 1"]
+        assert "in exchange" in observer.stacks(timeout=20.0)["worker 1"]
 
 
 def test_workers_learn_that_the_hub_is_gone(environ):

@@ -22,40 +22,40 @@ def resolver(cluster, task_type="worker", task_id=0):
 
 def test_the_place_of_a_process():
     cluster = {"worker": ["a:1", "b:1"], "chief": ["c:1"], "ps": ["d:1"]}
-    place = preflight.find_place(resolver(cluster, "worker", 1))
+    place = preflight.find_membership(resolver(cluster, "worker", 1))
     assert [str(task) for task in place.tasks] == ["chief 0", "worker 0", "worker 1"]
     assert place.rank == 2
     assert place.task.address == "b:1"
     assert not place.is_local
-    same = preflight.find_place(resolver(dict(reversed(cluster.items())), "chief", 0))
+    same = preflight.find_membership(resolver(dict(reversed(cluster.items())), "chief", 0))
     assert same.cluster == place.cluster
 
 
 def test_a_process_that_does_not_know_which_task_it_is():
     with pytest.raises(errors.InvalidValueError, match="task_type=None"):
-        preflight.find_place(SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]})))
+        preflight.find_membership(SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]})))
 
 
 @pytest.mark.parametrize("task_type", ["ps", "evaluator"])
 def test_a_task_that_does_not_train_with_others(task_type):
     with pytest.raises(errors.InvalidValueError, match=task_type):
-        preflight.find_place(resolver({"worker": ["a:1"], "ps": ["b:1"]}, task_type, 0))
+        preflight.find_membership(resolver({"worker": ["a:1"], "ps": ["b:1"]}, task_type, 0))
 
 
 @pytest.mark.parametrize("local", ["localhost:2222", "127.0.0.1:2222", "127.8.0.1:1", "[::1]:2222"])
 def test_localhost_in_a_cluster_of_several_machines(local):
     with pytest.raises(errors.ClusterEnvironmentError, match="means another machine") as caught:
-        preflight.find_place(resolver({"worker": [local, "host1:2222"]}))
+        preflight.find_membership(resolver({"worker": [local, "host1:2222"]}))
     assert str(caught.value).endswith(f"Received: worker 0 at {local}")
 
 
 def test_a_cluster_on_one_machine():
-    assert preflight.find_place(resolver({"worker": ["localhost:1", "127.0.0.1:2"]})).is_local
+    assert preflight.find_membership(resolver({"worker": ["localhost:1", "127.0.0.1:2"]})).is_local
 
 
 def test_two_tasks_with_one_address():
     with pytest.raises(errors.DuplicateTaskError, match="worker 0, worker 1 have the same"):
-        preflight.find_place(resolver({"worker": ["host0:2222", "host0:2222"]}))
+        preflight.find_membership(resolver({"worker": ["host0:2222", "host0:2222"]}))
 
 
 def test_a_port_in_use_is_named():

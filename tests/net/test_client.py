@@ -17,7 +17,7 @@ from tests.processes import wait_until
 from phalanx import errors
 from phalanx.net import listener
 from phalanx.net.addresses import listen
-from phalanx.net.client import Client, connect
+from phalanx.net.client import RequestClient, connect
 from phalanx.net.connection import Connection
 from phalanx.net.event_loop import EventLoop
 from phalanx.net.framing import Limits, Message, ProtocolError
@@ -55,9 +55,11 @@ class Server:
         self.purposes.append(purpose)
         self.connections.append(connection)
 
-    def client(self, on_message: Callable[[Message], None] = lambda _: None, **options: Any) -> Client:
+    def client(
+        self, on_message: Callable[[Message], None] = lambda _: None, **options: Any
+    ) -> RequestClient:
         sock = connect(self.address, KEY, {"a": 1}, SECONDS)
-        return Client(sock, "test-client", on_message, limits=LIMITS, **options).start()
+        return RequestClient(sock, "test-client", on_message, limits=LIMITS, **options).start()
 
     def close(self) -> None:
         def end() -> None:

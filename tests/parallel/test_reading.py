@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from tests.parallel.gpt import arguments, array, loss_of
 
-from phalanx.parallel.graph import Graph, Node
+from phalanx.parallel.graph import Graph, GraphNode
 from phalanx.parallel.reading import read
 from phalanx.parallel.tracing import trace
 
@@ -19,7 +19,7 @@ def graph_of(function: Any, *args: Any, training: bool = True) -> Graph:
     return read(traced.closed, traced.names, traced.results, traced.parameters, training)
 
 
-def node(graph: Graph, key: str) -> Node:
+def node(graph: Graph, key: str) -> GraphNode:
     (found,) = [n for n in graph.nodes if n.key == key]
     return found
 

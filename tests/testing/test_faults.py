@@ -13,7 +13,7 @@ import pytest
 from phalanx.net.addresses import split_address
 from phalanx.testing.faults.checkers import violations
 from phalanx.testing.faults.history import (
-    Ended,
+    ClosureEnded,
     Event,
     Final,
     Happened,
@@ -54,11 +54,11 @@ GOOD: tuple[Event, ...] = (
     Submitted(0, 1, (0,), needs=(0,)),
     Submitted(0, 2, (1,)),
     Submitted(0, 3, (0, 1)),
-    Ended(0, 0, 2.0, "done", view(1, 1.0, set(), set())),
-    Ended(0, 1, 4.0, "done", view(2, 3.0, {0}, {0})),
-    Ended(0, 2, 4.5, "failed"),
+    ClosureEnded(0, 0, 2.0, "done", view(1, 1.0, set(), set())),
+    ClosureEnded(0, 1, 4.0, "done", view(2, 3.0, {0}, {0})),
+    ClosureEnded(0, 2, 4.5, "failed"),
     Raised(0, 2),
-    Ended(0, 3, 5.0, "cancelled"),
+    ClosureEnded(0, 3, 5.0, "cancelled"),
     view(1, 6.0, {0, 1}, {0}, reader="the coordinator"),
     Happened("freeze", "worker 0", 1.0, 9.0),
     Named(3.0, "worker 0 at localhost has not answered"),
@@ -110,9 +110,9 @@ def test_a_stale_read() -> None:
 def test_a_restart_forgets_what_came_after_the_checkpoint() -> None:
     events: list[Event] = [
         Submitted(0, 0, (0,)),
-        Ended(0, 0, 1.0, "done", view(1, 0.5, set())),
+        ClosureEnded(0, 0, 1.0, "done", view(1, 0.5, set())),
         Submitted(0, 1, (0,)),
-        Ended(0, 1, 2.0, "done", view(2, 1.5, {0})),
+        ClosureEnded(0, 1, 2.0, "done", view(2, 1.5, {0})),
         Restarted(1, since=1),
         view(1, 3.0, {0}, run=1),
     ]

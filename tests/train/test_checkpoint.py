@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 
 import phalanx as px
 from phalanx.train import checkpoint_files
-from phalanx.train.checkpoint_files import Saved, Source, write
+from phalanx.train.checkpoint_files import ArraySource, Saved, write
 
 ON_READ, SUM = px.VariableSynchronization.ON_READ, px.VariableAggregation.SUM
 
@@ -139,7 +139,7 @@ def test_a_damaged_index_is_noticed(tmp_path: Path) -> None:
 def test_pieces_make_a_whole(array: Any, cuts: list[int], tmp_path_factory: Any) -> None:
     path = tmp_path_factory.mktemp("pieces") / "x"
     rows = [array] if array.ndim == 0 else np.split(array, sorted(min(c, len(array)) for c in cuts))
-    source = Source(array.shape, array.dtype.name, lambda: rows)
+    source = ArraySource(array.shape, array.dtype.name, lambda: rows)
     write(path, {"first": source, "second": source}, {"note": 1})
     saved = Saved(path)
     for name in ("first", "second"):
@@ -176,7 +176,7 @@ def _die_while_writing(folder: str) -> None:
     def pieces() -> Any:
         os._exit(0)
 
-    write(Path(folder) / "ckpt-9", {"v": Source((1,), "float32", pieces)}, {})
+    write(Path(folder) / "ckpt-9", {"v": ArraySource((1,), "float32", pieces)}, {})
 
 
 def test_what_a_dead_process_left_is_no_checkpoint(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from phalanx.job.hub.descriptions import Task, describe_exit
 from phalanx.job.hub.server import Hub
-from phalanx.job.launch.exit_policy import Reason
+from phalanx.job.launch.exit_policy import EndReason
 from phalanx.job.launch.launcher import JobOutcome
 from phalanx.job.launch.output import printable
 
@@ -181,13 +181,13 @@ def _destination(stream: IO[str], tasks: Sequence[Task]) -> _File | _Screen:
 
 
 def _summary(outcome: JobOutcome, tasks: Sequence[Task]) -> Iterable[str]:
-    gang = outcome.gang
-    if gang.reason is Reason.TIMEOUT:
+    processes = outcome.processes
+    if processes.reason is EndReason.TIMEOUT:
         yield "The job took too long and was ended."
-    if gang.reason is Reason.INTERRUPT:
+    if processes.reason is EndReason.INTERRUPT:
         yield "The job was interrupted."
     told = set()
-    for task, code, by_itself in zip(tasks, gang.codes, gang.by_itself, strict=True):
+    for task, code, by_itself in zip(tasks, processes.codes, processes.by_itself, strict=True):
         if code is None:
             yield f"{task} could not be ended."
         elif code != 0 and by_itself:

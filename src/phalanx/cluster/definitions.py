@@ -6,74 +6,57 @@ what the other wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence
-from typing import Any, ClassVar, TypeVar, overload
+from collections import UserDict
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
+from typing import Any, ClassVar, overload
 
-from phalanx.cluster.message import Int, Kind, Opaque, ProtobufMessage, Text, block, quoted, read_fields
+from phalanx.cluster.message import (
+    FieldKind,
+    ProtobufMessage,
+    int_field,
+    opaque_field,
+    quoted,
+    read_fields,
+    text_field,
+)
 from phalanx.cluster.tasks import normal_tasks, task_index, text
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime import protobuf_wire as wire
 from phalanx.runtime.formatting import shown
 
-__all__ = ["ClusterDef", "JobDef", "JobList", "ServerDef", "TaskMap"]
 
-M = TypeVar("M", bound=ProtobufMessage)
-
-
-class TaskMap(MutableMapping[int, str]):
+class TaskMap(UserDict[int, str]):
     """The addresses of a job's tasks by index: a dict that checks what is put in and stays sorted."""
 
     def __init__(self, tasks: object) -> None:
-        self._tasks = normal_tasks("a JobDef", tasks)
-
-    def __getitem__(self, index: int) -> str:
-        return self._tasks[index]
+        self.data = normal_tasks("a JobDef", tasks)
 
     def __setitem__(self, index: int, address: str) -> None:
-        changed = {**self._tasks, task_index(index): text(address, "A task address")}
-        self._tasks = dict(sorted(changed.items()))
-
-    def __delitem__(self, index: int) -> None:
-        del self._tasks[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._tasks)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __repr__(self) -> str:
-        return repr(self._tasks)
+        changed = {**self.data, task_index(index): text(address, "A task address")}
+        self.data = dict(sorted(changed.items()))
 
 
-class _Tasks(Kind):
+def _tasks_field(number: int) -> FieldKind:
     """Addresses by index."""
 
-    def default(self) -> dict[int, str]:
-        return {}
+    def raw(tasks: TaskMap) -> list[bytes]:
+        return [wire.int_field(1, i) + wire.bytes_field(2, at.encode()) for i, at in tasks.items()]
 
-    def check(self, value: Any, what: str) -> TaskMap:
-        return TaskMap(value)
-
-    def merged(self, old: TaskMap, new: TaskMap) -> dict[int, str]:
-        return {**old, **new}
-
-    def encoded(self, value: TaskMap) -> bytes:
-        entries = (
-            wire.int_field(1, index) + wire.bytes_field(2, address.encode())
-            for index, address in value.items()
-        )
-        return b"".join(wire.bytes_field(self.number, entry) for entry in entries)
-
-    def decoded(self, raw: int | bytes) -> Any:
+    def decoded(raw: int | bytes) -> Any:
         if isinstance(raw, int):
             return raw
         entry = dict(read_fields(raw))
         return {entry.get(1, 0): entry.get(2, "")}
 
-    def lines(self, name: str, value: TaskMap) -> list[str]:
-        blocks = (block(name, [f"key: {i}", f"value: {quoted(task)}"]) for i, task in value.items())
-        return [line for lines in blocks for line in lines]
+    return FieldKind(
+        number,
+        dict,
+        lambda tasks, _: TaskMap(tasks),
+        raw,
+        lambda tasks: [[f"key: {i}", f"value: {quoted(at)}"] for i, at in tasks.items()],
+        decoded,
+        merged=lambda old, new: {**old, **new},
+    )
 
 
 class JobDef(ProtobufMessage):
@@ -90,7 +73,7 @@ class JobDef(ProtobufMessage):
     name: str
     tasks: MutableMapping[int, str]
 
-    _FIELDS: ClassVar[Mapping[str, Kind]] = {"name": Text(1), "tasks": _Tasks(2)}
+    _FIELDS: ClassVar[Mapping[str, FieldKind]] = {"name": text_field(1), "tasks": _tasks_field(2)}
 
     def __init__(self, *, name: str | None = None, tasks: Mapping[int, str] | None = None) -> None:
         self._fill(name=name, tasks=tasks)
@@ -105,7 +88,7 @@ class JobList(MutableSequence[JobDef]):
                 f"{what} must be a list of JobDef objects, for example "
                 f"[JobDef(name='worker', tasks={{0: 'host0:2222'}})]. Received: {shown(jobs)}"
             )
-        self._jobs = [_own(JobDef, job, f"A job in {what}") for job in jobs]
+        self._jobs = [JobDef.copy_of(job, f"A job in {what}") for job in jobs]
 
     @overload
     def __getitem__(self, index: int) -> JobDef: ...
@@ -118,7 +101,7 @@ class JobList(MutableSequence[JobDef]):
         if isinstance(index, slice):
             self._jobs[index] = JobList(list(value))._jobs
         else:
-            self._jobs[index] = _own(JobDef, value, "A job of a ClusterDef")
+            self._jobs[index] = JobDef.copy_of(value, "A job of a ClusterDef")
 
     def __delitem__(self, index: int | slice) -> None:
         del self._jobs[index]
@@ -136,35 +119,26 @@ class JobList(MutableSequence[JobDef]):
 
     def insert(self, index: int, value: JobDef) -> None:
         """Puts a copy of a job before another."""
-        self._jobs.insert(index, _own(JobDef, value, "A job of a ClusterDef"))
+        self._jobs.insert(index, JobDef.copy_of(value, "A job of a ClusterDef"))
 
     def add(self, **fields: Any) -> JobDef:
         """Appends a new job with the given fields, and returns it."""
-        job = _own(JobDef, fields, "A job of a ClusterDef")
+        job = JobDef.copy_of(fields, "A job of a ClusterDef")
         self._jobs.append(job)
         return job
 
 
-class _Jobs(Kind):
+def _jobs_field(number: int) -> FieldKind:
     """A list of jobs."""
-
-    def default(self) -> list[JobDef]:
-        return []
-
-    def check(self, value: Any, what: str) -> JobList:
-        return JobList(value, what)
-
-    def merged(self, old: JobList, new: JobList) -> list[JobDef]:
-        return [*old, *new]
-
-    def encoded(self, value: JobList) -> bytes:
-        return b"".join(wire.bytes_field(self.number, job.SerializeToString()) for job in value)
-
-    def decoded(self, raw: int | bytes) -> Any:
-        return raw if isinstance(raw, int) else [JobDef.FromString(raw)]
-
-    def lines(self, name: str, value: JobList) -> list[str]:
-        return [line for job in value for line in block(name, job._lines())]
+    return FieldKind(
+        number,
+        list,
+        JobList,
+        lambda jobs: [job.SerializeToString() for job in jobs],
+        lambda jobs: [job.lines() for job in jobs],
+        decoded=lambda raw: raw if isinstance(raw, int) else [JobDef.FromString(raw)],
+        merged=lambda old, new: [*old, *new],
+    )
 
 
 class ClusterDef(ProtobufMessage):
@@ -188,32 +162,24 @@ class ClusterDef(ProtobufMessage):
 
     job: JobList
 
-    _FIELDS: ClassVar[Mapping[str, Kind]] = {"job": _Jobs(1)}
+    _FIELDS: ClassVar[Mapping[str, FieldKind]] = {"job": _jobs_field(1)}
+    _HINT = "; a ClusterSpec gives one with `as_cluster_def()`"
 
     def __init__(self, *, job: Iterable[JobDef | Mapping[str, Any]] | None = None) -> None:
         self._fill(job=job)
 
 
-class _Cluster(Kind):
+def _cluster_field(number: int) -> FieldKind:
     """A `ClusterDef`."""
-
-    def default(self) -> ClusterDef:
-        return ClusterDef()
-
-    def check(self, value: Any, what: str) -> ClusterDef:
-        return _own(ClusterDef, value, what)
-
-    def merged(self, old: ClusterDef, new: ClusterDef) -> ClusterDef:
-        return ClusterDef(job=[*old.job, *new.job])
-
-    def encoded(self, value: ClusterDef) -> bytes:
-        return wire.bytes_field(self.number, value.SerializeToString()) if value.job else b""
-
-    def decoded(self, raw: int | bytes) -> Any:
-        return raw if isinstance(raw, int) else ClusterDef.FromString(raw)
-
-    def lines(self, name: str, value: ClusterDef) -> list[str]:
-        return block(name, value._lines()) if value.job else []
+    return FieldKind(
+        number,
+        ClusterDef,
+        ClusterDef.copy_of,
+        lambda cluster: [cluster.SerializeToString()] if cluster.job else [],
+        lambda cluster: [cluster.lines()] if cluster.job else [],
+        decoded=lambda raw: raw if isinstance(raw, int) else ClusterDef.FromString(raw),
+        merged=lambda old, new: ClusterDef(job=[*old.job, *new.job]),
+    )
 
 
 class ServerDef(ProtobufMessage):
@@ -238,15 +204,15 @@ class ServerDef(ProtobufMessage):
     cluster_device_filters: Any
     replica: int
 
-    _FIELDS: ClassVar[Mapping[str, Kind]] = {
-        "cluster": _Cluster(1),
-        "job_name": Text(2),
-        "task_index": Int(3),
-        "default_session_config": Opaque(4),
-        "protocol": Text(5),
-        "port": Int(6),
-        "cluster_device_filters": Opaque(7),
-        "replica": Int(8),
+    _FIELDS: ClassVar[Mapping[str, FieldKind]] = {
+        "cluster": _cluster_field(1),
+        "job_name": text_field(2),
+        "task_index": int_field(3),
+        "default_session_config": opaque_field(4),
+        "protocol": text_field(5),
+        "port": int_field(6),
+        "cluster_device_filters": opaque_field(7),
+        "replica": int_field(8),
     }
 
     def __init__(
@@ -271,17 +237,3 @@ class ServerDef(ProtobufMessage):
             cluster_device_filters=cluster_device_filters,
             replica=replica,
         )
-
-
-def _own(kind: type[M], value: object, what: str) -> M:
-    """A copy of a message, or a message with the fields that a dict has."""
-    own = kind()
-    if isinstance(value, kind):
-        own.CopyFrom(value)
-    elif isinstance(value, Mapping):
-        for name, field in value.items():
-            setattr(own, name, field)
-    else:
-        hint = "; a ClusterSpec gives one with `as_cluster_def()`" if kind is ClusterDef else ""
-        raise InvalidTypeError(f"{what} must be a {kind.__name__}{hint}. Received: {shown(value)}")
-    return own

@@ -1,22 +1,20 @@
 """Objects that are used as protobuf's messages are, without protobuf.
 
-A message has fields, each of one `Kind`. Every field always has a value; the default value is the same
-as none. Fields that are messages themselves are copied when they are assigned.
+A message has fields, each of one `FieldKind`. Every field always has a value; the default value is the
+same as none. Fields that are messages themselves are copied when they are assigned.
 """
 
 from __future__ import annotations
 
-import abc
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from phalanx.cluster.tasks import text
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime import protobuf_wire as wire
 from phalanx.runtime.formatting import shown
-
-__all__ = ["Int", "Kind", "Opaque", "ProtobufMessage", "Text", "block", "quoted", "read_fields"]
 
 # ruff: noqa: N802  - the methods of messages have protobuf's names
 
@@ -25,66 +23,53 @@ class _UnknownFieldError(InvalidTypeError, InvalidValueError, AttributeError):
     """A message has no field of that name."""
 
 
-class Kind(abc.ABC):
-    """What the value of a field can be, and how it is written; `number` is that of the field."""
+@dataclass(frozen=True)
+class FieldKind:
+    """What the value of a field can be, and how it is written."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
+    default: Callable[[], Any]  # makes a default value
+    check: Callable[[Any, str], Any]  # gives the value to keep; its errors begin with the text
+    raw: Callable[[Any], Sequence[int | bytes]]  # none, one or several numbers or bytes on the wire
+    texts: Callable[[Any], Sequence[str | list[str]]]  # the same as text, messages as lists of lines
+    decoded: Callable[[int | bytes], Any] = lambda raw: raw  # what `check` takes, from the wire
+    merged: Callable[[Any, Any], Any] = lambda old, new: new or old
 
-    @abc.abstractmethod
-    def default(self) -> Any:
-        """A new default value."""
-
-    @abc.abstractmethod
-    def check(self, value: Any, what: str) -> Any:
-        """The value to keep; an error that begins with `what` if it cannot be one."""
-
-    def merged(self, old: Any, new: Any) -> Any:
-        """What a field that held `old` holds after `new` was merged into it."""
-        return old if new == self.default() else new
-
-    @abc.abstractmethod
     def encoded(self, value: Any) -> bytes:
         """The value as fields on the wire."""
+        return b"".join(
+            wire.int_field(self.number, raw)
+            if isinstance(raw, int)
+            else wire.bytes_field(self.number, raw)
+            for raw in self.raw(value)
+        )
 
-    def decoded(self, raw: int | bytes) -> Any:
-        """The value of one field on the wire, for `check`."""
-        return raw
-
-    @abc.abstractmethod
     def lines(self, name: str, value: Any) -> list[str]:
-        """The value in protobuf's text format."""
+        """The value as lines of protobuf's text format."""
+        texts = (
+            [f"{name}: {text}"]
+            if isinstance(text, str)
+            else [f"{name} {{", *(f"  {line}" for line in text), "}"]
+            for text in self.texts(value)
+        )
+        return [line for text in texts for line in text]
 
 
-class Text(Kind):
-    """A string."""
-
-    def default(self) -> str:
-        """The empty string."""
-        return ""
-
-    def check(self, value: Any, what: str) -> str:
-        """Takes strings, and bytes as UTF-8."""
-        return text(value, what)
-
-    def encoded(self, value: str) -> bytes:
-        """UTF-8."""
-        return wire.bytes_field(self.number, value.encode()) if value else b""
-
-    def lines(self, name: str, value: str) -> list[str]:
-        """A quoted string."""
-        return [f"{name}: {quoted(value)}"] if value else []
+def text_field(number: int) -> FieldKind:
+    """A string; bytes are taken as UTF-8."""
+    return FieldKind(
+        number,
+        str,
+        text,
+        lambda value: [value.encode()] if value else [],
+        lambda value: [quoted(value)] if value else [],
+    )
 
 
-class Int(Kind):
+def int_field(number: int) -> FieldKind:
     """A signed number of 32 bits."""
 
-    def default(self) -> int:
-        """Zero."""
-        return 0
-
-    def check(self, value: Any, what: str) -> int:
-        """Takes whole numbers."""
+    def check(value: Any, what: str) -> int:
         problem = f"{what} must be a whole number of 32 bits. Received: {shown(value)}"
         try:
             number = operator.index(value)
@@ -94,52 +79,63 @@ class Int(Kind):
             raise InvalidValueError(problem)
         return number
 
-    def encoded(self, value: int) -> bytes:
-        """A number on the wire."""
-        return wire.int_field(self.number, value) if value else b""
-
-    def decoded(self, raw: int | bytes) -> Any:
-        """Negative numbers come as large ones."""
-        return wire.int32(raw) if isinstance(raw, int) else raw
-
-    def lines(self, name: str, value: int) -> list[str]:
-        """The digits."""
-        return [f"{name}: {value}"] if value else []
+    return FieldKind(
+        number,
+        int,
+        check,
+        lambda value: [value] if value else [],
+        lambda value: [str(value)] if value else [],
+        # Negative numbers come as large ones.
+        decoded=lambda raw: wire.int32(raw) if isinstance(raw, int) else raw,
+    )
 
 
-class Opaque(Kind):
+def opaque_field(number: int) -> FieldKind:
     """A message that nothing here reads: None, an object with `SerializeToString`, or such bytes."""
 
-    def default(self) -> None:
-        """None."""
-
-    def check(self, value: Any, what: str) -> Any:
-        """Takes what can be serialized."""
+    def check(value: Any, what: str) -> Any:
         if value is None or isinstance(value, bytes) or hasattr(value, "SerializeToString"):
             return value
         raise InvalidTypeError(
             f"{what} must be None, a message or a serialized message. Received: {shown(value)}"
         )
 
-    def encoded(self, value: Any) -> bytes:
-        """The serialized message."""
+    def raw(value: Any) -> list[bytes]:
         if value is None:
-            return b""
-        data = value if isinstance(value, bytes) else value.SerializeToString()
-        return wire.bytes_field(self.number, data)
+            return []
+        return [value if isinstance(value, bytes) else value.SerializeToString()]
 
-    def lines(self, name: str, value: Any) -> list[str]:
-        """The message's own text, or the number of bytes."""
+    def texts(value: Any) -> list[list[str]]:
         if value is None:
             return []
         inner = f"# {len(value)} bytes" if isinstance(value, bytes) else str(value).rstrip("\n")
-        return block(name, inner.split("\n"))
+        return [inner.split("\n")]
+
+    return FieldKind(
+        number, lambda: None, check, raw, texts, merged=lambda old, new: old if new is None else new
+    )
 
 
 class ProtobufMessage:
     """Fields with protobuf's names and rules; subclasses list them in `_FIELDS`, by number."""
 
-    _FIELDS: ClassVar[Mapping[str, Kind]] = {}
+    _FIELDS: ClassVar[Mapping[str, FieldKind]] = {}
+    _HINT = ""  # how to get such a message
+
+    @classmethod
+    def copy_of(cls, value: object, what: str) -> Self:
+        """A copy of a message, or a message with the fields that a dict has."""
+        own = cls()
+        if isinstance(value, cls):
+            own.CopyFrom(value)
+        elif isinstance(value, Mapping):
+            for name, field in value.items():
+                setattr(own, name, field)
+        else:
+            raise InvalidTypeError(
+                f"{what} must be a {cls.__name__}{cls._HINT}. Received: {shown(value)}"
+            )
+        return own
 
     def _fill(self, **values: Any) -> None:
         for name, kind in self._FIELDS.items():
@@ -167,7 +163,7 @@ class ProtobufMessage:
         return f"{type(self).__name__}({', '.join(fields)})"
 
     def __str__(self) -> str:
-        return "".join(f"{line}\n" for line in self._lines())
+        return "".join(f"{line}\n" for line in self.lines())
 
     def SerializeToString(self, deterministic: bool | None = None) -> bytes:
         """Returns the message as bytes, in protobuf's format. The same message gives the same bytes."""
@@ -229,14 +225,15 @@ class ProtobufMessage:
         kind = self._kind(field_name)
         return bool(getattr(self, field_name) != kind.default())
 
-    def _lines(self) -> list[str]:
+    def lines(self) -> list[str]:
+        """The lines of `str`."""
         return [
             line
             for name, kind in self._FIELDS.items()
             for line in kind.lines(name, getattr(self, name))
         ]
 
-    def _kind(self, name: str) -> Kind:
+    def _kind(self, name: str) -> FieldKind:
         if not isinstance(name, str) or name not in self._FIELDS:
             raise _UnknownFieldError(
                 f"A {type(self).__name__} has the fields {list(self._FIELDS)}. Received: {shown(name)}"
@@ -257,11 +254,6 @@ def read_fields(data: bytes) -> list[tuple[int, int | bytes]]:
             "The bytes are not a serialized message. Use what `SerializeToString` returned. "
             f"Received: {len(data)} bytes, {shown(data[:40])}"
         ) from None
-
-
-def block(name: str, lines: list[str]) -> list[str]:
-    """A message inside another, in protobuf's text format."""
-    return [f"{name} {{", *(f"  {line}" for line in lines), "}"]
 
 
 def quoted(value: str) -> str:

@@ -14,18 +14,6 @@ from phalanx.cluster.tasks import task_index
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = [
-    "collective_leader",
-    "coordination_leader",
-    "id_in_cluster",
-    "is_chief",
-    "normalize_cluster_spec",
-    "should_save_checkpoint",
-    "task_count",
-    "validate_cluster_spec",
-    "worker_count",
-]
-
 ClusterLike = ClusterSpec | ClusterDef | Mapping[str, object]
 
 _CHIEF, _WORKER, _PS, _EVALUATOR = "chief", "worker", "ps", "evaluator"

@@ -14,8 +14,6 @@ from phalanx.cluster.tasks import normal_tasks, text
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["ClusterSpec"]
-
 _LONGEST_LIST = 1_000_000
 
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["normal_tasks", "port", "task_index", "text"]
-
 _LAST_PORT = 65535
 _INDEX_LIMIT = 2**31  # task indices travel as 32-bit integers
 

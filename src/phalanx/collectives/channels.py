@@ -32,17 +32,11 @@ _MOST = 1 << 20  # bytes per call of the system, so that sending, receiving and 
 
 
 class Notice(NamedTuple):
-    """What a member says of the operation that it has come to.
+    """What a member says of the operation that it has come to."""
 
-    Args:
-        same: what must be the same for all members, in words.
-        site: where it was called.
-        value: what may differ, as JSON has it.
-    """
-
-    same: str
-    site: str
-    value: Any = None
+    same: str  # what must be the same for all members, in words
+    site: str  # where it was called
+    value: Any = None  # what may differ, as JSON has it
 
 
 class LinkLostError(ConnectionResetError):
@@ -73,13 +67,8 @@ class InterruptedChannelError(Exception):
     """The operation before this one was interrupted, so it is not known what comes next."""
 
 
-class Link:
-    """The connection to a member, and what is on its way.
-
-    Args:
-        rank: the member.
-        sock: the connection.
-    """
+class MemberLink:
+    """The connection to a member, and what is on its way."""
 
     __slots__ = ("ahead", "decoder", "incoming", "mask", "out", "rank", "readable", "sock")
 
@@ -111,19 +100,13 @@ class Link:
 
 
 class Channel:
-    """The connections between the members of a group, for one operation at a time.
-
-    Args:
-        rank: this worker.
-        sockets: the connection to each other member.
-        check: raises if the job has failed.
-    """
+    """The connections between the members of a group, for one operation at a time."""
 
     def __init__(
         self, rank: int, sockets: Mapping[int, socket.socket], check: Callable[[], None]
     ) -> None:
         self.rank, self.check = rank, check
-        self.links = {r: Link(r, s) for r, s in sockets.items()}
+        self.links = {r: MemberLink(r, s) for r, s in sockets.items()}
         self.by_descriptor = {link.sock.fileno(): link for link in self.links.values()}
         self.poller = Poller()
         self.number = 0
@@ -188,10 +171,7 @@ class Channel:
 class Transfer:
     """What is sent to, and received from, the other members of a channel at the same time.
 
-    Args:
-        channel: the connections.
-        notice: what is told to all members first, and compared with what they tell.
-        seconds: how long to wait for their notices, and for something to move afterwards.
+    `seconds` is how long to wait for the notices of the others, and for something to move afterwards.
     """
 
     def __init__(self, channel: Channel, notice: Notice | None, seconds: float) -> None:
@@ -246,7 +226,7 @@ class Transfer:
         finally:
             self._heard = None  # it knows this transfer
 
-    def _reads(self, link: Link) -> bool:
+    def _reads(self, link: MemberLink) -> bool:
         return bool(link.incoming) or link.rank in self._unheard
 
     def _wants(self) -> bool:
@@ -271,7 +251,7 @@ class Transfer:
             raise DifferentError(self.notices)
         return wanted != 0
 
-    def _watch(self, link: Link, mask: int) -> None:
+    def _watch(self, link: MemberLink, mask: int) -> None:
         try:
             self._channel.poller.watch(link.sock.fileno(), mask)
         except (OSError, ValueError) as error:  # it was closed
@@ -306,7 +286,7 @@ class Transfer:
 
     # -- one connection --------------------------------------------------------------------------
 
-    def _push(self, link: Link) -> None:
+    def _push(self, link: MemberLink) -> None:
         try:
             link.out.sent(link.sock.sendmsg(link.out.views(_MOST)))
         except BlockingIOError:
@@ -316,7 +296,7 @@ class Transfer:
                 raise LinkLostError(link.rank) from error
             link.out.clear()
 
-    def _pull(self, link: Link) -> None:
+    def _pull(self, link: MemberLink) -> None:
         cause: OSError | None = None
         try:
             if link.rank in self._unheard:
@@ -336,14 +316,14 @@ class Transfer:
             return
         self._use_held(link)
 
-    def _use_held(self, link: Link) -> None:
+    def _use_held(self, link: MemberLink) -> None:
         """Go as far as what was read ahead reaches."""
         if link.rank in self._unheard and not self._hear(link):
             return
         while link.incoming and link.decoder.holds:
             link.read()
 
-    def _hear(self, link: Link) -> bool:
+    def _hear(self, link: MemberLink) -> bool:
         """Compare what a member says with the own notice; returns whether it is all there."""
         if link.decoder.skip(self._frame):
             notice, is_same = self._own, True

@@ -18,7 +18,7 @@ from phalanx.collectives.reductions import (
     kind_of,
     premultiplied,
 )
-from phalanx.collectives.table import Request, Splits
+from phalanx.collectives.table import Request, Splits, join_rows, rows_of
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import ReplicaContext
 from phalanx.errors import InvalidValueError
@@ -82,7 +82,7 @@ class CompiledReplicas:
         rows = self.rows(jnp.asarray(x))
         if not joined:
             return list(rows)
-        whole = _joined(rows)
+        whole = join_rows(rows)
         return whole if root is None else self._only_at(root, whole, jnp.zeros_like(whole))
 
     def scatter(self, xs: Any, root: int, out: Any = None) -> Any:
@@ -108,7 +108,7 @@ class CompiledReplicas:
         equal = [xs.shape[0] // self._count] * self._count
         if splits.inputs != equal or splits.outputs not in (None, equal):
             raise self._uneven(f"the splits {splits.inputs} and {splits.outputs} of {xs.shape[0]} rows")
-        return _joined(self._exchange(self._even(xs)))
+        return join_rows(self._exchange(self._even(xs)))
 
     def barrier(self) -> None:
         """See `Backend`: the replicas of one program are always together."""
@@ -173,8 +173,7 @@ class CompiledReplicas:
     def _even(self, xs: Any) -> jax.Array:
         """A list, or an array that is cut, as rows, which must have one shape."""
         if not isinstance(xs, list):
-            x = jnp.asarray(xs)
-            return x.reshape((self._count, x.shape[0] // self._count, *x.shape[1:]))
+            return rows_of(jnp.asarray(xs), self._count)
         if len({tuple(x.shape) for x in xs}) > 1:
             raise self._uneven(f"arrays of the shapes {[tuple(x.shape) for x in xs]}")
         return jnp.stack([jnp.asarray(x) for x in xs])
@@ -201,8 +200,3 @@ def equal_groups(ranks: tuple[int, ...], others: list[int]) -> list[list[int]] |
     if len(others) % size:
         return None
     return [list(ranks), *(others[i : i + size] for i in range(0, len(others), size))]
-
-
-def _joined(rows: jax.Array) -> jax.Array:
-    """Rows joined along the first dimension."""
-    return rows.reshape((rows.shape[0] * rows.shape[1], *rows.shape[2:]))

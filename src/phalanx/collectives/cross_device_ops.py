@@ -138,7 +138,7 @@ class CrossDeviceOps:
         dense = []
         for i, (value, _) in enumerate(pairs):
             if isinstance(samples_of(value)[0], IndexedSlices):
-                results[i] = sums_in_programs.all_reduce_slices(op, value.component(0))
+                results[i] = sums_in_programs.join_slices(op, value.component(0))
             else:
                 dense.append(i)
         values = [pairs[i][0].apply(as_operand) for i in dense]
@@ -167,18 +167,18 @@ class CrossDeviceOps:
         options: CommunicationOptions,
     ) -> Any:
         """Override this: reduce one value."""
-        raise UnsupportedError(
-            f"{type(self).__name__} does not implement reduce_implementation; derive from "
-            "px.CrossDeviceOps and override it, or use px.ReductionToOneDevice()."
-        )
+        raise self._lacks("reduce_implementation")
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: CommunicationOptions
     ) -> list[Any]:
         """Override this: reduce several values."""
-        raise UnsupportedError(
-            f"{type(self).__name__} does not implement batch_reduce_implementation; derive from "
-            "px.CrossDeviceOps and override it, or use px.ReductionToOneDevice()."
+        raise self._lacks("batch_reduce_implementation")
+
+    def _lacks(self, name: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{type(self).__name__} does not implement {name}; derive from px.CrossDeviceOps and "
+            "override it, or use px.ReductionToOneDevice()."
         )
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
@@ -249,7 +249,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         """Reduce inside a compiled run, where XLA chooses the route."""
         if self.accumulation_fn is device_programs.add_n:
             xs = [v.component(0) for v in values]
-            return sums_in_programs.all_reduce(reduce_op, xs, UNPACKED)
+            return sums_in_programs.reduce_over_replicas(reduce_op, xs, UNPACKED)
         totals = [self.accumulation_fn(list(v.values)) for v in values]
         mean = reduce_op is ReduceOp.MEAN
         return [divide(t, v.count) if mean else t for t, v in zip(totals, values, strict=True)]
@@ -302,7 +302,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
             small = []
             for i, components in members:
                 if large_sums.is_worthwhile(components, devices):
-                    results[i] = Mirrored(large_sums.all_reduce(reduce_op, components, devices))
+                    results[i] = Mirrored(large_sums.reduce_on_host(reduce_op, components, devices))
                 else:
                     small.append((i, components))
             if small:
@@ -319,7 +319,7 @@ class AllReduceCrossDeviceOps(CrossDeviceOps):
     ) -> list[jax.Array]:
         """Reduce inside a compiled run, packing small tensors together."""
         xs = [v.component(0) for v in values]
-        return sums_in_programs.all_reduce(reduce_op, xs, self._packing(options))
+        return sums_in_programs.reduce_over_replicas(reduce_op, xs, self._packing(options))
 
     def _packing(self, options: CommunicationOptions) -> Packing:
         if options.bytes_per_pack:

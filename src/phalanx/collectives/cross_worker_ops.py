@@ -32,10 +32,7 @@ from phalanx.runtime.placement import REPLICA_AXIS, Span, place, replica_mesh
 class CrossWorkerOps(AllReduceCrossDeviceOps):
     """All-reduce between workers. Every worker must make the same calls in the same order.
 
-    Args:
-        devices: the devices of this worker's replicas.
-        span: the devices of all replicas.
-        options: how tensors are packed.
+    `devices` are those of this worker's replicas, and `span` those of all replicas.
     """
 
     def __init__(
@@ -102,7 +99,7 @@ class CrossWorkerOps(AllReduceCrossDeviceOps):
         expect_model(xs)
         _limit_program(options)
         packing, total = self._packing(options), self._total(options)
-        return sums_in_programs.all_reduce(reduce_op, xs, packing, total)
+        return sums_in_programs.reduce_over_replicas(reduce_op, xs, packing, total)
 
     def sum_of_rows(self, rows: jax.Array) -> jax.Array:
         """The sum over replicas of a traced array with a row for each of them."""

@@ -100,7 +100,7 @@ def _all_reduce_program(
     total: Callable[[jax.Array], jax.Array] = sums_in_programs.total,
 ) -> Callable[..., Any]:
     def program(xs: list[jax.Array]) -> list[jax.Array]:
-        return sums_in_programs.all_reduce(op, xs, packing, total)
+        return sums_in_programs.reduce_over_replicas(op, xs, packing, total)
 
     return _spmd(program, devices)
 

@@ -7,8 +7,8 @@ does the sender's own result depend on the exchange.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.collectives import group_rendezvous, worker_messages
-from phalanx.collectives.eager_replicas import OwnHandle, ReplicaHandle, like, snapshot
-from phalanx.collectives.group_rendezvous import Pending, rank_of
+from phalanx.collectives.eager_replicas import replica_handle, snapshot
+from phalanx.collectives.group_rendezvous import PendingResult, rank_of
 from phalanx.collectives.groups import Group
-from phalanx.collectives.handles import Handle, finished
+from phalanx.collectives.handles import Handle, OwnHandle, finished
+from phalanx.collectives.inbox import Inbox
 from phalanx.collectives.mismatches import different_arrays
-from phalanx.collectives.table import kind
+from phalanx.collectives.table import kind, like
 from phalanx.core.collective_calls import differentiably
 from phalanx.core.replica_context import (
     Rendezvous,
@@ -37,6 +38,7 @@ from phalanx.core.replica_context import (
 from phalanx.errors import CollectiveMismatchError, ContextError, InvalidValueError
 from phalanx.execution.eager import site_in_replica
 from phalanx.runtime import compat
+from phalanx.runtime.futures import settle
 from phalanx.runtime.placement import place as placed
 
 
@@ -47,12 +49,6 @@ class _Message:
     number: int
     site: str
     is_differentiated: bool
-
-
-@dataclass
-class _Expected:
-    source: int | None
-    receive: Callable[[_Message], None]
 
 
 @dataclass
@@ -67,30 +63,9 @@ class _Mailboxes:
     """The messages of one run, of this process's replicas."""
 
     def __init__(self) -> None:
-        self.messages: dict[Any, list[_Message]] = {}
-        self.expected: dict[Any, list[_Expected]] = {}
+        self.inbox: Inbox[_Message] = Inbox()
         self.ties: dict[int, _Tie] = {}
         self.numbers = 0
-
-    def post(self, key: Any, message: _Message) -> None:
-        """Give a message to the replica that expects it, or keep it."""
-        waiting = self.expected.get(key, [])
-        for expected in waiting:
-            if expected.source in (None, message.source):
-                waiting.remove(expected)
-                expected.receive(message)
-                return
-        self.messages.setdefault(key, []).append(message)
-
-    def expect(self, key: Any, expected: _Expected) -> None:
-        """Take a message that is here, or the next that comes."""
-        here = self.messages.get(key, [])
-        for message in here:
-            if expected.source in (None, message.source):
-                here.remove(message)
-                expected.receive(message)
-                return
-        self.expected.setdefault(key, []).append(expected)
 
 
 _mailboxes: weakref.WeakKeyDictionary[Rendezvous, _Mailboxes] = weakref.WeakKeyDictionary()
@@ -111,7 +86,7 @@ def isend(context: ReplicaContext, x: Any, dst: int, group: Group, tag: int) -> 
     if follows:
         boxes.ties.setdefault(me, _Tie()).sent.append((x, boxes.numbers))
     key = (group.name, group.ranks, dst, tag)
-    boxes.post(key, _Message(me, value, boxes.numbers, _site(), follows))
+    boxes.inbox.put(key, _Message(me, value, boxes.numbers, _site(), follows))
     return finished()
 
 
@@ -124,53 +99,26 @@ def irecv(context: ReplicaContext, template: Any, src: int | None, group: Group,
         )
     if src is not None and not group_rendezvous.is_here(context, src):
         return _receive_outside(context, template, src, group, tag)
+    came = _mailboxes_of(context).inbox.take((group.name, group.ranks, me, tag), src)
     future: Future[Any] = Future()
-    came: list[_Message] = []
     wanted, device, site = kind(template), replica_device(context), _site()
 
-    def receive(message: _Message) -> None:
-        came.append(message)
+    def received() -> Any:
+        message = came.result()
         if kind(message.x) != wanted:
-            future.set_exception(
-                CollectiveMismatchError(
-                    different_arrays(
-                        f"replica {me}",
-                        wanted,
-                        site,
-                        f"replica {message.source}",
-                        kind(message.x),
-                        message.site,
-                    )
-                )
+            who, sender = f"replica {me}", f"replica {message.source}"
+            raise CollectiveMismatchError(
+                different_arrays(who, wanted, site, sender, kind(message.x), message.site)
             )
-            return
         with jax.enable_x64(True):
             x = message.x if isinstance(message.x, np.ndarray) else placed(message.x, device)
-            if isinstance(template, np.ndarray):
-                future.set_result(like(template, x))
-            else:
-                future.set_result(placed(x, device))
+            return like(template, x) if isinstance(template, np.ndarray) else placed(x, device)
 
-    _mailboxes_of(context).expect((group.name, group.ranks, me, tag), _Expected(src, receive))
+    came.add_done_callback(lambda _: settle(future, received))
     missing = lambda: [r for r in group.ranks if r != me] if src is None else [src]  # noqa: E731
-    pending = Pending(context, future, site, "a message", lambda: None, missing)
-    return _MessageHandle(pending, came)
-
-
-class _MessageHandle(ReplicaHandle):
-    """The handle of a receive."""
-
-    def __init__(self, pending: Pending, came: list[_Message]) -> None:
-        super().__init__(pending, lambda: came[0].source)
-        self._came = came
-        self._tied: list[Any] = []
-
-    def result(self, timeout: float | None = None) -> Any:
-        """See `Handle.result`."""
-        x = super().result(timeout)
-        if not self._tied:
-            self._tied.append(_tied(self._pending.context, x, self._came[0]))
-        return self._tied[0]
+    pending = PendingResult(context, future, site, "a message", lambda: None, missing)
+    get = functools.cache(lambda: _tied(context, pending.wait(), came.result()))
+    return replica_handle(pending, get, lambda: came.result().source)
 
 
 def _site() -> str:
@@ -234,18 +182,13 @@ class _Back:
             )
         boxes, me = _mailboxes_of(self.context), rank_of(self.context)
         back = _Message(me, cotangents[0], self._message.number, _site(), False)
-        boxes.post(("gradient", self._message.number), back)
+        boxes.inbox.put(("gradient", self._message.number), back)
         results = []
         for number in self._sent:
-            future: Future[Any] = Future()
-            boxes.expect(
-                ("gradient", number),
-                _Expected(None, lambda message, f=future: f.set_result(message.x)),  # type: ignore[misc]
-            )
-            pending = Pending(
-                self.context, future, _site(), "the gradient of a message", lambda: None, list
-            )
-            results.append(placed(pending.wait(), replica_device(self.context)))
+            future = boxes.inbox.take(("gradient", number))
+            what = "the gradient of a message"
+            pending = PendingResult(self.context, future, _site(), what, lambda: None, list)
+            results.append(placed(pending.wait().x, replica_device(self.context)))
         return results + ([cotangents[1]] if self._token else [])
 
 
@@ -280,20 +223,11 @@ def _receive_outside(
     with group_rendezvous.outside_of_replicas(context):
         handle = worker_messages.irecv(empty, way.ranks[0], way, tag)
     assert handle is not None
-    return _OutsideHandle(context, handle, template, src)
 
+    def get(_: float | None) -> Any:
+        look = lambda: group_rendezvous.look_at(handle)  # noqa: E731
+        wait_until(context, Wait(handle.is_completed, "a message of a worker", look))
+        x = handle.result()
+        return x if isinstance(template, np.ndarray) else placed(x, replica_device(context))
 
-class _OutsideHandle(OwnHandle):
-    """The handle of a message from a replica of another worker."""
-
-    def __init__(self, context: ReplicaContext, handle: Handle, template: Any, src: int) -> None:
-        super().__init__(handle.get_future(), "", None, lambda: src)
-        self._context, self._handle, self._template = context, handle, template
-
-    def result(self, timeout: float | None = None) -> Any:
-        """See `Handle.result`."""
-        del timeout
-        look = lambda: group_rendezvous.look_at(self._handle)  # noqa: E731
-        wait_until(self._context, Wait(self._handle.is_completed, "a message of a worker", look))
-        x = self._handle.result()
-        return x if isinstance(self._template, np.ndarray) else placed(x, replica_device(self._context))
+    return OwnHandle(handle.get_future(), get, source=lambda: src)

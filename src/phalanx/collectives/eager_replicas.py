@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.collectives import device_programs
-from phalanx.collectives.group_rendezvous import Meeting, Pending, is_here, rank_of, rendezvous_of
+from phalanx.collectives.group_rendezvous import Meeting, PendingResult, is_here, rank_of, rendezvous_of
 from phalanx.collectives.groups import Group
-from phalanx.collectives.handles import Handle, Outcome, PendingArray
+from phalanx.collectives.handles import Outcome, OwnHandle, PendingArray
 from phalanx.collectives.mismatches import different_parts
 from phalanx.collectives.packing import Packing
 from phalanx.collectives.reductions import Reduction, combine, kind_of, reduce_into
-from phalanx.collectives.table import Request, Splits, parts_of
+from phalanx.collectives.table import Request, Splits, like, parts_of
 from phalanx.core.collective_calls import differentiably
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import ReplicaContext, replica_device, require_known_values
@@ -188,12 +188,12 @@ class EagerReplicas:
                 return result, None
             future: Future[Any] = Future()
             future.set_result(result)
-            pending = Pending(self._context, future, "", "", lambda: None, list)
+            pending = PendingResult(self._context, future, "", "", lambda: None, list)
         else:
             pending = call.launch(mine, finish)
             if not async_op:
                 return pending.wait(), None
-        handle = ReplicaHandle(pending)
+        handle = replica_handle(pending, pending.wait)
         return PendingArray(handle), handle
 
 
@@ -201,66 +201,14 @@ def _is_traced(xs: Any) -> bool:
     return any(compat.is_tracer(x) for x in (xs if isinstance(xs, list) else [xs]))
 
 
-def like(x: Any, result: Any) -> Any:
-    """The result as NumPy's array if `x` is one."""
-    return np.array(result) if isinstance(x, np.ndarray) else result
-
-
 def snapshot(x: Any) -> Any:
     """What `x` is now, whatever becomes of its memory while an operation is under way."""
     return x.copy() if isinstance(x, np.ndarray) else x
 
 
-class OwnHandle(Handle):
-    """A handle that only its own replica waits for."""
-
-    def filling(self, fill: Callable[[Any], None]) -> Handle:
-        """A handle that writes the result somewhere when this replica waits for it."""
-        return _FillingHandle(self, fill)
-
-
-class ReplicaHandle(OwnHandle):
+def replica_handle(pending: PendingResult, get: Callable[[], Any], source: Any = None) -> OwnHandle:
     """The handle of an operation between replicas that run eagerly: waiting lets the others run."""
-
-    def __init__(self, pending: Pending, source: Callable[[], int] | None = None) -> None:
-        super().__init__(pending.future, pending.site, None, source)
-        self._pending = pending
-
-    def result(self, timeout: float | None = None) -> Any:
-        """See `Handle.result`; the other replicas go on until it is there, or all of them wait."""
-        del timeout
-        return self._pending.wait()
-
-    def is_completed(self) -> bool:
-        """See `Handle.is_completed`."""
-        return self._pending.done()
-
-
-class _FillingHandle(Handle):
-    """The handle of an operation that writes into a buffer, which only its own replica may do."""
-
-    def __init__(self, handle: Handle, fill: Callable[[Any], None]) -> None:
-        super().__init__(Future(), handle.site, None, handle._source)
-        self._handle, self._fill = handle, fill
-
-    def result(self, timeout: float | None = None) -> Any:
-        """See `Handle.result`."""
-        if not self._future.done():
-            try:
-                result = self._handle.result(timeout)
-                if result is not None:
-                    self._fill(result)
-            except Exception as error:  # noqa: BLE001 - the future has it
-                self._future.set_exception(error)
-            else:
-                self._future.set_result(None)
-        return self._future.result()
-
-    def is_completed(self) -> bool:
-        """See `Handle.is_completed`; writes what is there."""
-        if not self._future.done() and self._handle.is_completed():
-            self.wait()
-        return self._future.done()
+    return OwnHandle(pending.future, lambda _: get(), pending.done, pending.site, source)
 
 
 # -- exchanges ---------------------------------------------------------------------------------
@@ -269,12 +217,7 @@ class _FillingHandle(Handle):
 class Exchange:
     """Arrays that go to members of a group. Backward, gradients go back to where they came from.
 
-    Args:
-        context: the replica.
-        group: whose exchange it is.
-        same: what must be the same for all members.
-        to: for each array the places that get it.
-        labels: for each array a number that the receiver shall know.
+    `to` has for each array the places that get it, and `labels` a number that its receiver shall know.
     """
 
     def __init__(
@@ -292,7 +235,7 @@ class Exchange:
         self._given: list[Any] = []
         self._came: list[tuple[int, int, int]] = []  # places, their numbers for it, labels
 
-    def launch(self, xs: Sequence[Any], finish: Callable[[list[Any]], Any]) -> Pending:
+    def launch(self, xs: Sequence[Any], finish: Callable[[list[Any]], Any]) -> PendingResult:
         """Begin; the result is what `finish` makes of the arrays that come, by member."""
         me, device = self._me, replica_device(self.context)
         value = list(zip(range(len(xs)), self._labels, self._to, xs, strict=True))
@@ -336,7 +279,7 @@ class _Sum:
     def __init__(self, context: ReplicaContext, group: Group, same: str, op: Reduction) -> None:
         self.context, self._group, self._same, self._op = context, group, same, op
 
-    def launch(self, xs: Sequence[Any], finish: Callable[[list[Any]], Any]) -> Pending:
+    def launch(self, xs: Sequence[Any], finish: Callable[[list[Any]], Any]) -> PendingResult:
         """Begin; the result is what `finish` makes of the reductions."""
         rank, device = rank_of(self.context), replica_device(self.context)
 

@@ -34,18 +34,16 @@ from phalanx.core.replica_context import (
 )
 from phalanx.errors import CollectiveMismatchError, DeadlineExceededError
 from phalanx.execution.eager import site_in_replica
+from phalanx.runtime.futures import settle
 
 _LOOK = 0.05  # seconds to wait for other processes before looking around
 
 
 @dataclass
-class Brought:
+class Contribution:
     """What a member brings to a meeting.
 
-    Args:
-        same: the operation and what else must be the same for all, as text.
-        value: what the others shall have.
-        site: where the operation was called.
+    `same` is the operation and what else must be the same for all, as text.
     """
 
     same: str
@@ -54,11 +52,11 @@ class Brought:
 
 
 @dataclass
-class _Meeting:
+class Meeting:
     """One operation of a group, until all its members of this process have their results."""
 
-    brought: dict[int, Brought] = field(default_factory=dict)
-    finish: dict[int, Callable[[_Meeting], None]] = field(default_factory=dict)
+    brought: dict[int, Contribution] = field(default_factory=dict)
+    finish: dict[int, Callable[[], None]] = field(default_factory=dict)
     once: dict[str, Any] = field(default_factory=dict)
     others: Handle | None = None
 
@@ -69,14 +67,11 @@ class _Meeting:
         return self.once[name]
 
 
-Meeting = _Meeting
-
-
 class GroupRendezvous:
     """The meetings of one run."""
 
     def __init__(self) -> None:
-        self._meetings: dict[Any, _Meeting] = {}
+        self._meetings: dict[Any, Meeting] = {}
         self._numbers: dict[Any, int] = {}
 
     def number(self, key: Any) -> int:
@@ -91,33 +86,23 @@ class GroupRendezvous:
         same: str,
         value: Any,
         take: Callable[[Meeting], Any],
-    ) -> Pending:
+    ) -> PendingResult:
         """Come to the group's next meeting.
 
-        Args:
-            context: the replica that comes, a member of the group.
-            group: whose meeting it is.
-            same: what must be the same for all members.
-            value: what the others shall have.
-            take: makes this member's result of what all have brought, as soon as they have.
+        `take` makes this member's result of what all have brought, as soon as they have.
         """
         rank = rank_of(context)
         key = (group.name, group.ranks, self.number((group.name, group.ranks, rank)))
-        meeting = self._meetings.setdefault(key, _Meeting())
-        mine = Brought(same, value, str(site_in_replica()))
+        meeting = self._meetings.setdefault(key, Meeting())
+        mine = Contribution(same, value, str(site_in_replica()))
         check_same(meeting.brought, rank, mine)
         meeting.brought[rank] = mine
         future: Future[Any] = Future()
         device = replica_device(context)
 
-        def finish(meeting: _Meeting) -> None:
-            try:
-                with jax.default_device(device), jax.enable_x64(True):
-                    result = take(meeting)
-            except Exception as error:  # noqa: BLE001 - the future has it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+        def finish() -> None:
+            with jax.default_device(device), jax.enable_x64(True):
+                settle(future, lambda: take(meeting))
 
         meeting.finish[rank] = finish
         here = [r for r in group.ranks if is_here(context, r)]
@@ -133,16 +118,16 @@ class GroupRendezvous:
                 self._close(key)
 
         missing = lambda: [r for r in group.ranks if r not in meeting.brought]  # noqa: E731
-        return Pending(context, future, mine.site, same, look, missing, meeting)
+        return PendingResult(context, future, mine.site, same, look, missing, meeting)
 
     def _close(self, key: Any) -> None:
         meeting = self._meetings.pop(key)
         for finish in meeting.finish.values():
-            finish(meeting)
+            finish()
 
 
 @dataclass
-class Pending:
+class PendingResult:
     """A result that a replica waits for."""
 
     context: ReplicaContext
@@ -185,7 +170,7 @@ def look_at(handle: Handle) -> None:
             raise
 
 
-def check_same(brought: dict[int, Brought], rank: int, mine: Brought) -> None:
+def check_same(brought: dict[int, Contribution], rank: int, mine: Contribution) -> None:
     """Require that a member comes for the same as those that are here."""
     for other, theirs in brought.items():
         if theirs.same != mine.same:
@@ -202,17 +187,9 @@ def rank_of(context: ReplicaContext) -> int:
     return index_of(context) + context.strategy.extended._first_replica
 
 
-def _per_process(context: ReplicaContext) -> int:
-    return context.num_replicas_in_sync // (1 if context.strategy.extended._span is None else _size())
-
-
-def _size() -> int:
-    return groups.world().size
-
-
 def process_of(context: ReplicaContext, rank: int) -> int:
-    """The worker that runs a replica."""
-    return rank // _per_process(context)
+    """The worker that runs a replica of several workers."""
+    return rank // (context.num_replicas_in_sync // groups.world().size)
 
 
 def is_here(context: ReplicaContext, rank: int) -> bool:
@@ -233,10 +210,10 @@ def processes_of(context: ReplicaContext, group: Group) -> Group:
     return Group(f"workers of the replicas of {group.name} {group.ranks}", tuple(ranks))
 
 
-def _ask_others(context: ReplicaContext, group: Group, meeting: _Meeting) -> Handle:
+def _ask_others(context: ReplicaContext, group: Group, meeting: Meeting) -> Handle:
     """Bring what this process has to the workers' meeting, and begin to wait for the rest."""
     known = {
-        r: Brought(b.same, jax.tree.map(np.asarray, b.value), b.site)
+        r: Contribution(b.same, jax.tree.map(np.asarray, b.value), b.site)
         for r, b in meeting.brought.items()
     }
     data = np.frombuffer(pickle.dumps(known), np.uint8)
@@ -248,7 +225,7 @@ def _ask_others(context: ReplicaContext, group: Group, meeting: _Meeting) -> Han
     return handle
 
 
-def _add_others(meeting: _Meeting) -> None:
+def _add_others(meeting: Meeting) -> None:
     assert meeting.others is not None
     for data in meeting.others.result():
         for rank, theirs in pickle.loads(np.asarray(data).tobytes()).items():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from phalanx.cluster import roles
 from phalanx.cluster.resolvers.base import ClusterResolver
@@ -191,14 +192,11 @@ def new_group(ranks: Sequence[int] | None = None) -> Group:
     """Make a group without a name of its own; of all ranks if none are given. See `create_group`."""
     members = check_ranks(range(world_size()) if ranks is None else ranks)
     inside = replica()
-    if inside is not None:
-        with _lock:
-            counts = _made_inside.setdefault(inside, {})
-            number = counts[members] = counts.get(members, 0) + 1
-        return create_group(f"replicas_{'_'.join(map(str, members))}_{number}", members)
     with _lock:
-        number = _made[members] = _made.get(members, 0) + 1
-        return create_group(f"group_{'_'.join(map(str, members))}_{number}", members)
+        counts = _made if inside is None else _made_inside.setdefault(inside, {})
+        number = counts[members] = counts.get(members, 0) + 1
+        kind = "group" if inside is None else "replicas"
+        return create_group(f"{kind}_{'_'.join(map(str, members))}_{number}", members)
 
 
 def destroy_group(group: Group | str) -> None:
@@ -241,19 +239,21 @@ def get_rank(group: Group | str | None = None) -> Any:
     Inside `Strategy.run` it is the replica's, which is an array where code is compiled.
     """
     inside = replica()
-    if inside is not None:
-        if group is None:
-            return inside.replica_id_in_sync_group
-        members = find(group).ranks
-        rank = own_rank()
-        if rank is not None:
-            return members.index(rank) if rank in members else -1
-        table = [members.index(r) if r in members else -1 for r in range(world_size())]
-        import jax.numpy as jnp
-
-        return jnp.asarray(table)[inside.replica_id_in_sync_group]
+    if inside is not None and group is None:
+        return inside.replica_id_in_sync_group
     members = find(group).ranks
-    return members.index(world().rank) if world().rank in members else -1
+    return _of_own_rank(lambda rank: members.index(rank) if rank in members else -1)
+
+
+def _of_own_rank(entry: Callable[[int], int]) -> Any:
+    """What a function gives for the own rank; an array where code is compiled."""
+    rank = own_rank()
+    if rank is not None:
+        return entry(rank)
+    inside = replica()
+    assert inside is not None
+    table = [entry(r) for r in range(inside.num_replicas_in_sync)]
+    return jnp.asarray(table)[inside.replica_id_in_sync_group]
 
 
 def get_world_size(group: Group | str | None = None) -> int:
@@ -275,21 +275,14 @@ def get_local_rank(group: Group | str | None = None) -> Any:
 
     Inside `Strategy.run` it is the replica's, which is an array where code is compiled.
     """
-    inside = replica()
-    if inside is not None:
-        import jax.numpy as jnp
+    machines, members = _machines(), find(group).ranks
 
-        machines, members = _machines(inside), find(group).ranks
-        table = [
-            sum(machines[m] == machines[r] for m in members[: members.index(r)]) if r in members else -1
-            for r in range(len(machines))
-        ]
-        rank = own_rank()
-        if rank is not None:
-            return table[rank]
-        return jnp.asarray(table)[inside.replica_id_in_sync_group]
-    here = world().local_ranks(find(group).ranks)
-    return here.index(world().rank) if world().rank in here else -1
+    def place(rank: int) -> int:
+        if rank not in members:
+            return -1
+        return sum(machines[m] == machines[rank] for m in members[: members.index(rank)])
+
+    return _of_own_rank(place)
 
 
 def get_local_rank_size(group: Group | str | None = None) -> int:
@@ -297,24 +290,23 @@ def get_local_rank_size(group: Group | str | None = None) -> int:
 
     Inside `Strategy.run`, if all machines have as many.
     """
+    machines, members = _machines(), find(group).ranks
+    rank = own_rank()
+    here = machines if rank is None else [machines[rank]]
+    counts = {sum(machines[m] == machine for m in members) for machine in here}
+    if len(counts) == 1:
+        return counts.pop()
+    raise InvalidValueError(
+        "The machines have different numbers of members, but compiled code has one number for all "
+        f"replicas. Received: {members} on the machines {machines}"
+    )
+
+
+def _machines() -> list[str]:
+    """The machine of each rank."""
     inside = replica()
-    if inside is not None:
-        machines, members = _machines(inside), find(group).ranks
-        rank = own_rank()
-        counts = {sum(machines[m] == machine for m in members) for machine in machines}
-        if rank is not None:
-            return sum(machines[m] == machines[rank] for m in members)
-        if len(counts) == 1:
-            return counts.pop()
-        raise InvalidValueError(
-            "The machines have different numbers of members, but compiled code has one number for all "
-            f"replicas. Received: {members} on the machines {machines}"
-        )
-    return len(world().local_ranks(find(group).ranks))
-
-
-def _machines(inside: ReplicaContext) -> list[str]:
-    """The machine of each replica."""
+    if inside is None:
+        return world().hosts
     count = inside.num_replicas_in_sync
     if inside.strategy.extended._span is None:
         return [""] * count

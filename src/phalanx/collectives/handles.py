@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.core.operators import ArrayOperators
 from phalanx.errors import DeadlineExceededError, InvalidValueError
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.futures import settle
 from phalanx.runtime.interrupts import uninterrupted
 
 _LOOK = 0.2  # seconds between looks at whether the job has failed
@@ -64,19 +65,14 @@ class Handle:
         """
         try:
             self.result(timeout)
-        except DeadlineExceededError as error:
-            if not self._future.done():
+        except BaseException as error:
+            if isinstance(error, DeadlineExceededError) and not self._future.done():
                 raise
-            return self._raise_once(error)
-        except BaseException as error:  # noqa: BLE001 - raised again, once
-            return self._raise_once(error)
+            if self._raised:
+                return False
+            self._raised = True
+            raise
         return True
-
-    def _raise_once(self, error: BaseException) -> bool:
-        if self._raised:
-            return False
-        self._raised = True
-        raise error
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait, and return what the operation gives; raises its error every time."""
@@ -128,6 +124,64 @@ class Handle:
     def __repr__(self) -> str:
         state = "done" if self._future.done() else "under way"
         return f"<Handle of the operation at {self.site}: {state}>"
+
+
+class LazyHandle(Handle):
+    """A handle whose result is what a function gives, which may wait in its own way.
+
+    Args:
+        future: is done when the result is there.
+        get: gives the result; called with a timeout.
+        done: whether the result is there, if the future does not know.
+        site: where the operation was launched.
+        source: the rank that a message came from.
+    """
+
+    def __init__(
+        self,
+        future: Future[Any],
+        get: Callable[[float | None], Any],
+        done: Callable[[], bool] | None = None,
+        site: str = "",
+        source: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__(future, site, None, source)
+        self._get, self._done = get, done or future.done
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See `Handle.result`."""
+        return self._get(timeout)
+
+    def is_completed(self) -> bool:
+        """See `Handle.is_completed`."""
+        return self._done()
+
+
+class OwnHandle(LazyHandle):
+    """A handle that only its own replica waits for."""
+
+    def filling(self, fill: Callable[[Any], None]) -> Handle:
+        """A handle that writes the result somewhere when this replica waits for it."""
+        future: Future[Any] = Future()
+
+        def get(timeout: float | None) -> Any:
+            if not future.done():
+                settle(future, lambda: fill_with(self.result(timeout), fill))
+            return future.result()
+
+        def done() -> bool:
+            if not future.done() and self.is_completed():
+                handle.wait()
+            return future.done()
+
+        handle = LazyHandle(future, get, done, self.site, self._source)
+        return handle
+
+
+def fill_with(result: Any, fill: Callable[[Any], None]) -> None:
+    """Write a result somewhere, if there is any."""
+    if result is not None:
+        fill(result)
 
 
 class PendingArray(ArrayOperators):

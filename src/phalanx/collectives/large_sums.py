@@ -32,7 +32,7 @@ def is_worthwhile(column: Sequence[jax.Array], devices: Sequence[jax.Device]) ->
     )
 
 
-def all_reduce(
+def reduce_on_host(
     op: ReduceOp, column: Sequence[jax.Array], devices: Sequence[jax.Device]
 ) -> list[jax.Array]:
     """The sum or mean of one array per device, on every device; the copies share their memory."""

@@ -33,13 +33,7 @@ class Address(NamedTuple):
 
 
 class Links:
-    """The place where a worker can be reached by the others, and from where it reaches them.
-
-    Args:
-        rank: the rank of this worker.
-        host: the address to listen at.
-        key: the job's secret.
-    """
+    """The place where a worker can be reached by the others, and from where it reaches them."""
 
     def __init__(self, rank: int, host: str, key: bytes) -> None:
         self._rank, self._key = rank, key

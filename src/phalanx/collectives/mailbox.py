@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.collectives.channels import LateError
+from phalanx.collectives.inbox import Inbox
 from phalanx.collectives.links import Links
 from phalanx.net import framing
 from phalanx.net.connection import Connection
@@ -29,7 +29,7 @@ _LOOK = 0.1  # seconds between looks at whether the job has failed
 _MOST = 1 << 20  # bytes per call of the system
 
 
-class Message(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """What came: from whom, about what, and the bytes."""
 
     source: int
@@ -40,11 +40,8 @@ class Message(NamedTuple):
 class Mailbox:
     """Where the messages for one worker arrive.
 
-    Args:
-        rank: the rank of this worker.
-        links: how it is reached.
-        dial: connects to another worker for a channel; may wait for it.
-        check: raises if the job has failed.
+    `dial` connects to another worker for a channel, and may wait for it; `check` raises if the job has
+    failed.
 
     Attributes:
         sent: how many messages were sent to each rank.
@@ -64,29 +61,20 @@ class Mailbox:
         self.received: dict[int, int] = {}
         self.moved: dict[int, float] = {}
         self._lock = threading.Lock()
-        self._arrived: dict[tuple[str, int], deque[Message]] = {}
-        self._wanted: dict[str, list[tuple[int | None, Future[Message]]]] = {}
+        self._inbox: Inbox[ReceivedMessage] = Inbox()
         self._out: dict[int, tuple[socket.socket, threading.Lock]] = {}
         links.give(CHANNEL, self._receive)
 
     # -- sending ---------------------------------------------------------------------------------
 
-    def post(
-        self,
-        rank: int,
-        topic: str,
-        about: dict[str, Any],
-        data: Any = b"",
-        seconds: float | None = None,
-    ) -> None:
+    def post(self, rank: int, topic: str, about: dict[str, Any], data: Any = b"") -> None:
         """Send a message; returns when it is on its way.
 
-        A `LateError` if the receiver takes nothing of it for so many seconds, by default the deadline
-        of workers.
+        A `LateError` if the receiver takes nothing of it until the deadline of workers.
         """
         body = memoryview(data).cast("B")
         if rank == self._rank:
-            self._deliver(topic, Message(rank, about, bytes(body)))
+            self._deliver(topic, ReceivedMessage(rank, about, bytes(body)))
             return
         message = framing.Message({"topic": topic, "about": about}, [body])
         queue = SendQueue()
@@ -95,9 +83,10 @@ class Mailbox:
         with lock:
             # Counted before it leaves, so that never more was received than sent.
             self.sent[rank] = self.sent.get(rank, 0) + 1
-            self._send(rank, sock, queue, worker_deadline() if seconds is None else seconds)
+            self._send(rank, sock, queue)
 
-    def _send(self, rank: int, sock: socket.socket, queue: SendQueue, seconds: float) -> None:
+    def _send(self, rank: int, sock: socket.socket, queue: SendQueue) -> None:
+        seconds = worker_deadline()
         end = time.monotonic() + seconds
         while queue:
             try:
@@ -125,32 +114,14 @@ class Mailbox:
 
     # -- receiving -------------------------------------------------------------------------------
 
-    def expect(self, topic: str, source: int | None) -> Future[Message]:
+    def expect(self, topic: str, source: int | None) -> Future[ReceivedMessage]:
         """The next message on a topic from a rank, or from any; those that ask first get it first."""
-        future: Future[Message] = Future()
-        with self._lock:
-            boxes = [k for k in self._arrived if k[0] == topic and source in (None, k[1])]
-            if not boxes:
-                self._wanted.setdefault(topic, []).append((source, future))
-                return future
-            message = self._arrived[boxes[0]].popleft()
-            if not self._arrived[boxes[0]]:
-                del self._arrived[boxes[0]]
-        future.set_result(message)
-        return future
+        return self._inbox.take(topic, source)
 
-    def _deliver(self, topic: str, message: Message) -> None:
+    def _deliver(self, topic: str, message: ReceivedMessage) -> None:
         with self._lock:
             self.received[message.source] = self.received.get(message.source, 0) + 1
-            waiting = self._wanted.get(topic, [])
-            chosen = next((w for w in waiting if w[0] in (None, message.source)), None)
-            if chosen is None:
-                self._arrived.setdefault((topic, message.source), deque()).append(message)
-                return
-            waiting.remove(chosen)
-            if not waiting:
-                del self._wanted[topic]
-        chosen[1].set_result(message)
+        self._inbox.put(topic, message)
 
     def _receive(self, source: int, sock: socket.socket) -> None:
         """Take the messages of one worker, until its connection ends."""
@@ -158,7 +129,9 @@ class Mailbox:
         def receive(message: framing.Message) -> None:
             (data,) = message.buffers
             fields = message.fields
-            self._deliver(str(fields["topic"]), Message(source, fields["about"], np.asarray(data)))
+            self._deliver(
+                str(fields["topic"]), ReceivedMessage(source, fields["about"], np.asarray(data))
+            )
 
         decoder = Decoder(_LIMITS, lambda size: np.empty(size, np.uint8).data)
         Connection(self._links.loop, sock, receive, limits=_LIMITS, decoder=decoder)

@@ -13,8 +13,7 @@ _RULE = (
 def different_operations(said: Mapping[str, tuple[str, str]]) -> str:
     """Ranks that came to different operations.
 
-    Args:
-        said: the operation of each rank in words, and where it was called.
+    `said` has the operation of each rank in words, and where it was called.
 
     >>> print(different_operations({"rank 0": ("barrier()", "a.py:1"), "rank 1": ("x()", "b.py:2")}))
     The ranks of a group came to different operations...

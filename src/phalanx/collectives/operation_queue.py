@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from phalanx.runtime.futures import settle
 from phalanx.runtime.interrupts import uninterrupted
 
 T = TypeVar("T")
@@ -17,7 +18,7 @@ class OperationQueue:
     """Runs operations in their order, which all ranks must share.
 
     An operation that its caller waits for runs in the caller's own thread if nothing is under way.
-    All others run in the lane's thread, which is started for the first of them.
+    All others run in the queue's thread, which is started for the first of them.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,7 +59,7 @@ class OperationQueue:
         self._ended()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in the lane's thread when everything before it is done."""
+        """Run `work` in the queue's thread when everything before it is done."""
         future: Future[T] = Future()
         with uninterrupted(), self._lock:
             if self._thread is None:
@@ -81,7 +82,7 @@ class OperationQueue:
 
     @property
     def is_current(self) -> bool:
-        """Whether the calling thread is the lane's own."""
+        """Whether the calling thread is the queue's own."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
@@ -96,14 +97,7 @@ class OperationQueue:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, future = item
-            try:
-                with self._turn:
-                    result = work()
-            except BaseException as error:  # noqa: BLE001 - the future has it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
-            del item, work, future
+            with self._turn:
+                settle(item[1], item[0])
+            del item
             self._ended()

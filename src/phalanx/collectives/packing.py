@@ -16,20 +16,12 @@ packing larger ones made them slower.
 
 @dataclass(frozen=True)
 class Packing:
-    """How tensors are grouped.
+    """How tensors are grouped: small ones of a dtype together, and large ones alone, unless told."""
 
-    Args:
-        bytes_per_pack: fill packs up to this many bytes; None packs the small tensors of a dtype
-            together and sends each large one alone.
-        num_packs: if given, make this many packs of about equal size instead; 0 packs nothing.
-        small_bytes: up to this size a tensor is small.
-        small_packs_bytes: fill packs of small tensors up to this many bytes; None means one pack.
-    """
-
-    bytes_per_pack: int | None = None
-    num_packs: int | None = None
-    small_bytes: int = SMALL_TENSOR_BYTES
-    small_packs_bytes: int | None = None
+    bytes_per_pack: int | None = None  # fill packs up to this many bytes instead
+    num_packs: int | None = None  # or make this many packs of about equal size; 0 packs nothing
+    small_bytes: int = SMALL_TENSOR_BYTES  # up to this size a tensor is small
+    small_packs_bytes: int | None = None  # fill packs of small ones up to this; None means one pack
 
 
 BETWEEN_WORKERS = Packing(small_bytes=256 * 1024, small_packs_bytes=2 << 20)

@@ -30,16 +30,7 @@ def perform(
 ) -> Outcome:
     """Perform an operation of the table.
 
-    Args:
-        name: the operation.
-        group: the group, its name, or None.
-        async_op: whether the caller goes on at once.
-        x: what this rank gives.
-        op: the reduction.
-        root: the rank that gives or gets everything.
-        splits: how an array is cut, and what is expected.
-        out: where workers may put the result.
-        timeout: seconds to wait for the others.
+    See `Request` for the arguments.
     """
     if not isinstance(async_op, bool):
         raise InvalidTypeError(f"async_op must be True or False. Received: {shown(async_op)}")

@@ -22,11 +22,11 @@ import jax
 import numpy as np
 
 from phalanx.collectives import groups
-from phalanx.collectives.channels import Channel, Link
+from phalanx.collectives.channels import Channel, MemberLink
 from phalanx.collectives.groups import Group
 from phalanx.collectives.reductions import Array, reduce_into, ufunc_of
 from phalanx.collectives.table import Request
-from phalanx.collectives.worker_calls import Call
+from phalanx.collectives.worker_calls import WorkerCall
 from phalanx.collectives.workers_on_host import given, is_at_once
 from phalanx.collectives.world import World
 from phalanx.core.reduction import ReduceOp
@@ -53,11 +53,8 @@ class Signature(NamedTuple):
     frame: FrameType
 
 
-class _NotDone:
-    """What a prepared call gives that must go the general way."""
-
-
-NOT_DONE = _NotDone()
+NOT_DONE = object()
+"""What a prepared call gives that must go the general way."""
 
 
 def signature(name: str, group: Any, x: Any, op: Any, out: Any) -> Signature | None:
@@ -99,31 +96,25 @@ def keep(signed: Signature, group: Group, request: Request) -> None:
         return
     if x is not None and not x.dtype.isnative:
         return
-    channel = world.connected_channel(group.members)
+    channel = world.channels.get(group.members)
     if channel is None:
         return
     if len(world.prepared) >= _MOST:
         world.prepared.clear()
-    call = Call(request.operation.name, group, group.ranks.index(rank), False, describe(signed.frame))
+    call = WorkerCall(
+        request.operation.name, group, group.ranks.index(rank), False, describe(signed.frame)
+    )
     world.prepared[signed.key] = PreparedCall(world, channel, call, request, signed.frame.f_code)
 
 
 class PreparedCall:
-    """A call of `px.comm` that is made again and again.
-
-    Args:
-        world: the workers.
-        channel: the connections of the members.
-        call: which call it is.
-        request: a call of the signature, with checked arguments.
-        code: where it is made; kept alive.
-    """
+    """A call of `px.comm` that is made again and again."""
 
     def __init__(
-        self, world: World, channel: Channel, call: Call, request: Request, code: CodeType
+        self, world: World, channel: Channel, call: WorkerCall, request: Request, code: CodeType
     ) -> None:
         self._world, self._channel, self._call, self._code = world, channel, call, code
-        self._lane = world.lane(call.group.members)
+        self._queue = world.queue(call.group.members)
         self._operation, self._op, self._ranks = request.operation, request.op, request.ranks
         x = request.x
         self._shape: Any = None if x is None else x.shape
@@ -152,17 +143,17 @@ class PreparedCall:
             return NOT_DONE
         # An interrupt in the middle would leave the connections in the middle of something.
         with uninterrupted():
-            if not self._lane.enter():
+            if not self._queue.enter():
                 return NOT_DONE
             try:
                 if self._world.has_failed or self._channel.under_way:
                     return NOT_DONE
-                self._world.communicating.add(get_ident())
+                self._world.status.threads.add(get_ident())
                 if self._swap(data):
                     return self._finish(x, data, out)
                 return self._go_on(x, out)
             finally:
-                self._lane.leave()
+                self._queue.leave()
 
     def _swap(self, data: Array | None) -> bool:
         """Send to, and receive from, all members; returns whether everything is as expected.
@@ -179,7 +170,7 @@ class PreparedCall:
             except OSError:  # it is full, or closed
                 is_expected = False
             is_expected = is_expected and link.ahead == size
-        came: list[tuple[Link, list[Any], int]] = []
+        came: list[tuple[MemberLink, list[Any], int]] = []
         if is_expected:
             for link, into in zip(links, self._rooms, strict=True):
                 if link.decoder.holds:  # the general way reads ahead
@@ -228,7 +219,7 @@ class PreparedCall:
             self._channel.is_ahead = False
 
 
-def _receive(link: Link, into: list[Any]) -> int:
+def _receive(link: MemberLink, into: list[Any]) -> int:
     """Receive bytes into some buffers; returns how many have come, 0 if none does for a moment."""
     sock = link.sock
     try:

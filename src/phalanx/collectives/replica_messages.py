@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from phalanx.collectives import eager_messages, groups
 from phalanx.collectives.compiled_replicas import CompiledReplicas
 from phalanx.collectives.group_rendezvous import rank_of
 from phalanx.collectives.groups import Group
-from phalanx.collectives.handles import Handle, finished
+from phalanx.collectives.handles import Handle, LazyHandle, finished
 from phalanx.collectives.perform import check_replicas
 from phalanx.collectives.table import kind
 from phalanx.core.replica_context import (
@@ -142,7 +142,13 @@ class _Mail:
         message = _Message(jnp.asarray(x), table, src)
         self._expected.append(message)
         self._match()
-        return _TracedHandle(self._context, message.future, lambda: src)
+        future = message.future
+
+        def get(_: float | None) -> Any:
+            wait_until(self._context, Wait(future.done, "a message"))
+            return future.result()
+
+        return LazyHandle(future, get, source=lambda: src)
 
     def _match(self) -> None:
         while self._sent and self._expected:
@@ -185,20 +191,6 @@ class _Mail:
                 "px.comm.get_rank(), or a list that has for each rank of the group the other one or "
                 f"None. Received: {shown(peer)}"
             )
-
-
-class _TracedHandle(Handle):
-    """The handle of a message that is received by all replicas of a program."""
-
-    def __init__(self, context: ReplicaContext, future: Future[Any], source: Callable[[], Any]) -> None:
-        super().__init__(future, "", None, source)
-        self._context = context
-
-    def result(self, timeout: float | None = None) -> Any:
-        """See `Handle.result`."""
-        del timeout
-        wait_until(self._context, Wait(self._future.done, "a message"))
-        return self._future.result()
 
 
 def _pairs(

@@ -21,7 +21,7 @@ def total(x: jax.Array) -> jax.Array:
     return summed
 
 
-def all_reduce(
+def reduce_over_replicas(
     op: ReduceOp,
     xs: Sequence[jax.Array],
     packing: Packing,
@@ -29,11 +29,7 @@ def all_reduce(
 ) -> list[jax.Array]:
     """Reduce local arrays over all replicas.
 
-    Args:
-        op: how to reduce.
-        xs: the arrays.
-        packing: which of them travel together.
-        total: sums one array over all replicas.
+    `packing` says which of them travel together, and `total` sums one array over all replicas.
     """
     reduced = reduce_packed(xs, packing, jnp.concatenate, total)
     if op is ReduceOp.MEAN:
@@ -42,7 +38,7 @@ def all_reduce(
     return reduced
 
 
-def all_reduce_slices(op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
+def join_slices(op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
     """Join sparse rows over all replicas."""
     values, indices = spmd.all_gather(slices.values, 0), spmd.all_gather(slices.indices, 0)
     if op is ReduceOp.MEAN:

@@ -47,34 +47,27 @@ class Backend(Protocol):
 
     def reduce(self, xs: list[Any], op: Reduction, root: int | None, out: Any) -> Any:
         """The reduction of each of some arrays; at one place only, where others get their own back."""
-        ...
 
     def broadcast(self, x: Any, root: int, out: Any) -> Any:
         """The array of one rank."""
-        ...
 
     def gather(self, x: Any, root: int | None, joined: bool, out: Any) -> Any:
         """The arrays of all ranks: as a list, or joined along the first dimension.
 
         At one place only, others get None, or zeros.
         """
-        ...
 
     def scatter(self, xs: Any, root: int, out: Any) -> Any:
         """This rank's array of those that one rank has; the others may give None."""
-        ...
 
     def reduce_scatter(self, xs: Any, op: Reduction, out: Any) -> Any:
         """The reduction of the arrays that all ranks have for this one."""
-        ...
 
     def exchange(self, xs: Any, splits: Splits | None, out: Any) -> Any:
         """Array i goes to rank i; those that came, as a list, or joined if `splits` are given."""
-        ...
 
     def barrier(self) -> Any:
         """Nothing, when all ranks are here."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,48 +83,28 @@ Movement = Callable[[Backend, "Request"], Any]
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of the table.
-
-    Args:
-        name: the operation.
-        takes: what each rank gives.
-        movement: what a backend does with a request.
-        root: the name of the argument that says which rank is special; None if there is none.
-        reduces: whether it has a reduction.
-        may_differ: whether ranks may have arrays of different shapes, which all are told.
-        finish: makes the result of what the movement gives.
-    """
+    """A row of the table."""
 
     name: str
-    takes: Takes
-    movement: Movement
-    root: str | None = None
-    reduces: bool = False
-    may_differ: bool = False
+    takes: Takes  # what each rank gives
+    movement: Movement  # what a backend does with a request
+    root: str | None = None  # the name of the argument that says which rank is special
+    reduces: bool = False  # whether it has a reduction
+    may_differ: bool = False  # whether ranks may have arrays of different shapes, which all are told
     finish: Callable[[Request, Any], Any] = lambda _, result: result
 
 
 @dataclass
 class Request:
-    """A call of an operation, with checked arguments.
+    """A call of an operation, with checked arguments."""
 
-    Args:
-        operation: its row of the table.
-        ranks: the members of the group.
-        x: an array, a list of arrays, or None.
-        op: the reduction.
-        root: the place of the special rank.
-        splits: how an array is cut.
-        out: where the result may be put.
-    """
-
-    operation: Operation
-    ranks: tuple[int, ...]
-    x: Any = None
-    op: Any = None
-    root: Any = None
-    splits: Splits | None = None
-    out: Any = None
+    operation: Operation  # its row of the table
+    ranks: tuple[int, ...]  # the members of the group
+    x: Any = None  # an array, a list of arrays, or None
+    op: Any = None  # the reduction
+    root: Any = None  # the place of the special rank
+    splits: Splits | None = None  # how an array is cut
+    out: Any = None  # where the result may be put
     me: Any = field(default=None, compare=False)
     """The place of this rank in the group, which is an array where replicas are compiled."""
 
@@ -216,32 +189,19 @@ class Request:
 # -- the table ---------------------------------------------------------------------------------------
 
 
-def _reduce(backend: Backend, r: Request) -> Any:
-    return backend.reduce(r.arrays, r.op, r.root, r.out)
+_MOVEMENTS: dict[str, Movement] = {
+    "reduce": lambda backend, r: backend.reduce(r.arrays, r.op, r.root, r.out),
+    "broadcast": lambda backend, r: backend.broadcast(r.x, r.root, r.out),
+    "gather": lambda backend, r: backend.gather(r.x, r.root, r.operation.takes is Takes.ROWS, r.out),
+    "scatter": lambda backend, r: backend.scatter(r.x, r.root, r.out),
+    "reduce_scatter": lambda backend, r: backend.reduce_scatter(r.x, r.op, r.out),
+    "exchange": lambda backend, r: backend.exchange(r.x, r.splits, r.out),
+    "barrier": lambda backend, _: backend.barrier(),
+}
 
 
-def _broadcast(backend: Backend, r: Request) -> Any:
-    return backend.broadcast(r.x, r.root, r.out)
-
-
-def _gather(backend: Backend, r: Request) -> Any:
-    return backend.gather(r.x, r.root, r.operation.takes is Takes.ROWS, r.out)
-
-
-def _scatter(backend: Backend, r: Request) -> Any:
-    return backend.scatter(r.x, r.root, r.out)
-
-
-def _reduce_scatter(backend: Backend, r: Request) -> Any:
-    return backend.reduce_scatter(r.x, r.op, r.out)
-
-
-def _exchange(backend: Backend, r: Request) -> Any:
-    return backend.exchange(r.x, r.splits, r.out)
-
-
-def _barrier(backend: Backend, r: Request) -> Any:
-    return backend.barrier()
+def _row(name: str, takes: Takes, movement: str, root: str | None = None, **rest: Any) -> Operation:
+    return Operation(name, takes, _MOVEMENTS[movement], root, **rest)
 
 
 def _first(_: Request, results: Any) -> Any:
@@ -249,21 +209,21 @@ def _first(_: Request, results: Any) -> Any:
 
 
 _ROWS = (
-    Operation("all_reduce", Takes.ARRAY, _reduce, reduces=True, finish=_first),
-    Operation("all_reduce_coalesced", Takes.ARRAYS, _reduce, reduces=True),
-    Operation("reduce", Takes.ARRAY, _reduce, "dst", reduces=True, finish=_first),
-    Operation("broadcast", Takes.ARRAY, _broadcast, "src"),
-    Operation("all_gather", Takes.ARRAY, _gather, may_differ=True),
-    Operation("all_gather_into_tensor", Takes.ROWS, _gather),
-    Operation("gather", Takes.ARRAY, _gather, "dst", may_differ=True),
-    Operation("gather_into_tensor", Takes.ROWS, _gather, "dst"),
-    Operation("scatter", Takes.LIST, _scatter, "src", may_differ=True),
-    Operation("scatter_tensor", Takes.PARTS, _scatter, "src"),
-    Operation("reduce_scatter", Takes.LIST, _reduce_scatter, reduces=True),
-    Operation("reduce_scatter_tensor", Takes.PARTS, _reduce_scatter, reduces=True),
-    Operation("all_to_all", Takes.LIST, _exchange, may_differ=True),
-    Operation("all_to_all_single", Takes.PARTS, _exchange, may_differ=True),
-    Operation("barrier", Takes.NOTHING, _barrier),
+    _row("all_reduce", Takes.ARRAY, "reduce", reduces=True, finish=_first),
+    _row("all_reduce_coalesced", Takes.ARRAYS, "reduce", reduces=True),
+    _row("reduce", Takes.ARRAY, "reduce", "dst", reduces=True, finish=_first),
+    _row("broadcast", Takes.ARRAY, "broadcast", "src"),
+    _row("all_gather", Takes.ARRAY, "gather", may_differ=True),
+    _row("all_gather_into_tensor", Takes.ROWS, "gather"),
+    _row("gather", Takes.ARRAY, "gather", "dst", may_differ=True),
+    _row("gather_into_tensor", Takes.ROWS, "gather", "dst"),
+    _row("scatter", Takes.LIST, "scatter", "src", may_differ=True),
+    _row("scatter_tensor", Takes.PARTS, "scatter", "src"),
+    _row("reduce_scatter", Takes.LIST, "reduce_scatter", reduces=True),
+    _row("reduce_scatter_tensor", Takes.PARTS, "reduce_scatter", reduces=True),
+    _row("all_to_all", Takes.LIST, "exchange", may_differ=True),
+    _row("all_to_all_single", Takes.PARTS, "exchange", may_differ=True),
+    _row("barrier", Takes.NOTHING, "barrier"),
 )
 OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}
 """All operations by name."""
@@ -299,6 +259,21 @@ def kind_text(dtype: Any, shape: tuple[int, ...]) -> str:
     return array_text(jnp.dtype(dtype).name, shape)
 
 
+def like(x: Any, result: Any) -> Any:
+    """The result as NumPy's array if `x` is one."""
+    return np.array(result) if isinstance(x, np.ndarray) else result
+
+
+def rows_of(x: Any, count: int) -> Any:
+    """An array as so many equal parts of its first dimension, one under another."""
+    return x.reshape((count, x.shape[0] // count, *x.shape[1:]))
+
+
+def join_rows(rows: Any) -> Any:
+    """Parts that stand one under another as one array."""
+    return rows.reshape((rows.shape[0] * rows.shape[1], *rows.shape[2:]))
+
+
 def parts_of(x: Any, sizes: Sequence[int]) -> list[Any]:
     """An array cut along the first dimension."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -308,13 +283,7 @@ def parts_of(x: Any, sizes: Sequence[int]) -> list[Any]:
 def check_splits(
     told: Sequence[Any], ranks: tuple[int, ...], mismatch: Callable[[str], Exception]
 ) -> None:
-    """Require that every rank expects what the others send to it; all ranks find the same.
-
-    Args:
-        told: the splits of each rank, as `Request.told` has them.
-        ranks: the members.
-        mismatch: makes the error.
-    """
+    """Require that every rank expects what the others send to it; all ranks find the same."""
     for place, (_, expected) in enumerate(told):
         comes = [sent[place] for sent, _ in told]
         if expected is not None and expected != comes:

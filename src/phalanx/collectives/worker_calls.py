@@ -44,7 +44,7 @@ def perform(request: Request, group: Group, async_op: bool, timeout: float | Non
     return call.perform(request, timeout)
 
 
-def _check_source(call: Call, request: Request) -> None:
+def _check_source(call: WorkerCall, request: Request) -> None:
     source = request.ranks[request.root]
     if request.x is not None and call.me != request.root:
         raise InvalidValueError(
@@ -58,15 +58,10 @@ def _check_source(call: Call, request: Request) -> None:
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkerCall:
     """An operation of a group that this process is a member of.
 
-    Args:
-        name: the operation.
-        group: whose it is.
-        me: the rank of this process there.
-        async_op: whether the caller goes on at once.
-        site: where it was called.
+    `me` is the place of this process in the group.
     """
 
     name: str
@@ -91,14 +86,14 @@ class Call:
             with wait:
                 return self._run(world, notice, seconds, before, request, wait)
 
-        lane = world.lane(self.group.members)
+        queue = world.queue(self.group.members)
         if not self.async_op:
             # An interrupt in the middle would leave the connections in the middle of something. It
             # waits until the operation has ended, or until nothing has moved for a moment.
             with uninterrupted(), wait.blocking():
-                ran, result = lane.try_now(run)
-            return (result if ran else self._wait(lane, run, wait).result()), None
-        handle = Handle(lane.submit(run), self.site, world.check, wait=wait.blocking)
+                ran, result = queue.try_now(run)
+            return (result if ran else self._wait(queue, run, wait).result()), None
+        handle = Handle(queue.submit(run), self.site, world.check, wait=wait.blocking)
         return PendingArray(handle), handle
 
     def go_on(self, request: Request) -> Any:
@@ -114,13 +109,13 @@ class Call:
             where += f" of the ranks {list(self.group.ranks)}"
         return Notice(f"{self.name}({request.same}) in {where}", self.site, request.told)
 
-    def _wait(self, lane: OperationQueue, run: Callable[[], Any], wait: PeerWait) -> Handle:
-        if lane.is_current:
+    def _wait(self, queue: OperationQueue, run: Callable[[], Any], wait: PeerWait) -> Handle:
+        if queue.is_current:
             raise ContextError(
                 f"{self.name} cannot be waited for in a callback of another operation of the "
                 "same ranks, which it comes after. Use async_op=True there. Received: async_op=False"
             )
-        return Handle(lane.submit(run), self.site, groups.world().check, wait=wait.blocking)
+        return Handle(queue.submit(run), self.site, groups.world().check, wait=wait.blocking)
 
     def _run(
         self,
@@ -157,7 +152,7 @@ class Call:
         return groups.world().fail("mismatch", f"{self.name} at {self.site}: {text}")
 
 
-def begin(name: str, group: Any, async_op: bool, arrays: Sequence[Any] = ()) -> Call | None:
+def begin(name: str, group: Any, async_op: bool, arrays: Sequence[Any] = ()) -> WorkerCall | None:
     """The call of an operation; None if this process is no member of the group."""
     found = groups.find(group)
     rank = groups.world().rank
@@ -169,4 +164,4 @@ def begin(name: str, group: Any, async_op: bool, arrays: Sequence[Any] = ()) -> 
             f"{name} between workers needs known arrays. Inside jax.jit, px.function or lax.scan, "
             "communicate inside strategy.run, where ranks are the replicas. Received: a traced array"
         )
-    return Call(name, found, me, async_op, caller())
+    return WorkerCall(name, found, me, async_op, caller())

@@ -15,13 +15,14 @@ from phalanx.collectives import groups
 from phalanx.collectives.channels import LateError, Notice
 from phalanx.collectives.groups import Group
 from phalanx.collectives.handles import Handle
-from phalanx.collectives.mailbox import Message
 from phalanx.collectives.mismatches import different_arrays
 from phalanx.collectives.table import kind, kind_text
-from phalanx.collectives.worker_calls import Call, begin
+from phalanx.collectives.worker_calls import WorkerCall, begin
 from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.job.hub.worker_status import PeerWait
 from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.futures import settle
 
 _LARGEST_TAG = 1 << 63
 
@@ -35,24 +36,28 @@ def isend(x: Any, dst: int, group: Group | str | None, tag: int) -> Handle | Non
     data = np.array(x)
     about = {"dtype": jnp.dtype(x.dtype).name, "shape": list(x.shape), "site": call.site}
 
-    wait = world.wait_for_receiver(dst, call.site)
+    assert world.mailbox is not None
+    mailbox = world.mailbox
+    wait = PeerWait(world.status, f"send to rank {dst}", call.site, lambda: [dst])
+    wait.moved = lambda: mailbox.moved.get(dst, 0.0)
 
     def run() -> None:
         try:
             world.check()
-            assert world.mailbox is not None
             with wait:
-                world.mailbox.post(dst, topic, about, data.reshape(-1).view(np.uint8))
+                mailbox.post(dst, topic, about, data.reshape(-1).view(np.uint8))
         except Exception as error:
             cause = world.explain(error, Notice(wait.what, call.site))
             cause.add_note(f"In send, launched at {call.site}.")
             raise cause from error
 
-    future = world.lane(("send", dst)).submit(run)
+    future = world.queue(("send", dst)).submit(run)
     return Handle(future, call.site, world.check, wait=wait.blocking)
 
 
-def _begin(name: str, group: Group | str | None, tag: Any, peer: Any, what: str, x: Any) -> Call | None:
+def _begin(
+    name: str, group: Group | str | None, tag: Any, peer: Any, what: str, x: Any
+) -> WorkerCall | None:
     if isinstance(tag, bool) or not isinstance(tag, int):
         raise InvalidTypeError(f"tag must be a whole number. Received: {shown(tag)}")
     if abs(tag) >= _LARGEST_TAG:
@@ -67,7 +72,7 @@ def _begin(name: str, group: Group | str | None, tag: Any, peer: Any, what: str,
     return call
 
 
-def _topic(call: Call, tag: int) -> str:
+def _topic(call: WorkerCall, tag: int) -> str:
     return f"message {call.group.name} {tag}"
 
 
@@ -78,33 +83,26 @@ def irecv(template: Any, src: int | None, group: Group | str | None, tag: int) -
         return None
     world = groups.world()
     assert world.mailbox is not None
+    received = world.mailbox.received
     came = world.mailbox.expect(_topic(call, tag), src)
     future: Future[Any] = Future()
     sources: list[int] = []
     wanted = kind(template)
 
-    def take(done: Future[Message]) -> None:
-        try:
-            message = done.result()
-            sources.append(message.source)
-            dtype, shape = jnp.dtype(message.about["dtype"]), tuple(message.about["shape"])
-            if (dtype, shape) != (jnp.dtype(template.dtype), tuple(template.shape)):
-                text = different_arrays(
-                    f"rank {world.rank}",
-                    wanted,
-                    call.site,
-                    f"rank {message.source}",
-                    kind_text(dtype, shape),
-                    message.about["site"],
-                )
-                future.set_exception(world.fail("mismatch", text))
-                return
-            data = message.data.view(dtype).reshape(shape)
-            future.set_result(data if isinstance(template, np.ndarray) else jnp.asarray(data))
-        except Exception as error:  # noqa: BLE001 - the future has it
-            future.set_exception(error)
+    def taken() -> Any:
+        message = came.result()
+        sources.append(message.source)
+        dtype, shape = jnp.dtype(message.about["dtype"]), tuple(message.about["shape"])
+        if (dtype, shape) != (jnp.dtype(template.dtype), tuple(template.shape)):
+            sender, sent, sent_at = message.source, kind_text(dtype, shape), message.about["site"]
+            text = different_arrays(
+                f"rank {world.rank}", wanted, call.site, f"rank {sender}", sent, sent_at
+            )
+            raise world.fail("mismatch", text)
+        data = message.data.view(dtype).reshape(shape)
+        return data if isinstance(template, np.ndarray) else jnp.asarray(data)
 
-    came.add_done_callback(lambda done: world.lane(("receive",)).submit(lambda: take(done)))
+    came.add_done_callback(lambda _: world.queue(("receive",)).submit(lambda: settle(future, taken)))
     end = time.monotonic() + worker_deadline()
     others = [r for r in call.group.ranks if r != world.rank] if src is None else [src]
 
@@ -116,10 +114,11 @@ def irecv(template: Any, src: int | None, group: Group | str | None, tag: int) -
     @contextmanager
     def waiting() -> Iterator[None]:
         if src is None:  # one of them is enough
-            with world.wait_for_any(others, call.site):
+            with PeerWait(world.status, "recv from any rank", call.site, lambda: others):
                 yield
             return
-        wait = world.wait_for_message(src, call.site)
+        channel, number = f"to {world.rank}", lambda: received.get(src, 0) + 1
+        wait = PeerWait(world.status, "recv", call.site, lambda: others, channel, number)
         with wait, wait.blocking():
             yield
 

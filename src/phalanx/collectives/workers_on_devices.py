@@ -19,8 +19,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.collectives.groups import Group
+from phalanx.collectives.packing import TOGETHER, reduce_packed
 from phalanx.collectives.reductions import PremulSum, Reduction, combine, divided, premultiplied
-from phalanx.collectives.table import Splits, check_splits, parts_of
+from phalanx.collectives.table import Splits, check_splits, join_rows, like, parts_of, rows_of
 from phalanx.core.reduction import ReduceOp
 from phalanx.errors import CollectiveMismatchError
 
@@ -30,11 +31,8 @@ Shape = tuple[int, ...]
 class OnDevices:
     """How one operation of a group moves its data.
 
-    Args:
-        group: the members.
-        me: the place of this worker among them.
-        meet: meets the other members; returns what each has told.
-        mismatch: the error for members that cannot do together what they were called for.
+    `meet` meets the other members, and returns what each has told. `mismatch` is the error for members
+    that cannot do together what they were called for.
     """
 
     def __init__(
@@ -61,61 +59,52 @@ class OnDevices:
         self, xs: Sequence[Any], op: Reduction, root: int | None = None, out: Any = None
     ) -> list[Any]:
         """See `Backend`; the arrays of one dtype travel together."""
-        results: list[Any] = [None] * len(xs)
-        for dtype in dict.fromkeys(x.dtype for x in xs):
-            chosen = [i for i, x in enumerate(xs) if x.dtype == dtype]
-            given = [xs[i] for i in chosen]
-            if len(given) == 1:
-                parts = [self._run("reduce", given[0], op)]
-            else:
-                parts = _cut(self._run("reduce", _concatenated(given), op), [x.shape for x in given])
-            for i, part in zip(chosen, parts, strict=True):
-                results[i] = _like(xs[i], part if root in (None, self._me) else xs[i])
+        reduced = reduce_packed(xs, TOGETHER, _concatenated, lambda x: self._run(_reduce, x, op))
         self.agree()
-        return results
+        is_here = root in (None, self._me)
+        return [like(x, part if is_here else x) for x, part in zip(xs, reduced, strict=True)]
 
     def reduce_scatter(self, xs: Any, op: Reduction, out: Any = None) -> Any:
         """See `Backend`."""
         if not isinstance(xs, Sequence):
-            return _like(xs, self._run("reduce_scatter", self._rows(xs), op))
-        part = self._run("reduce_scatter", _padded_rows(xs), op)
-        return _like(xs[0], _cut(part, [xs[self._me].shape])[0])
+            return like(xs, self._run(_reduce_scatter, rows_of(xs, len(self._group)), op))
+        part = self._run(_reduce_scatter, _padded_rows(xs), op)
+        return like(xs[0], _cut(part, [xs[self._me].shape])[0])
 
     def broadcast(self, x: Any, root: int, out: Any = None) -> Any:
         """See `Backend`."""
-        return _like(x, self._run("broadcast", x, root))
+        return like(x, self._run(_broadcast, x, root))
 
     def gather(self, x: Any, root: int | None = None, joined: bool = False, out: Any = None) -> Any:
         """See `Backend`."""
         is_here = root in (None, self._me)
         if joined:
-            rows = self._run("gather", x)
-            whole = rows.reshape((rows.shape[0] * rows.shape[1], *rows.shape[2:]))
-            return _like(x, whole if is_here else whole * 0)
+            whole = join_rows(self._run(_gather, x))
+            return like(x, whole if is_here else whole * 0)
         shapes = [tuple(shape) for shape in self.agree()]
         if len(set(shapes)) == 1:
-            parts = list(self._run("gather", x))
+            parts = list(self._run(_gather, x))
         else:
-            rows = self._run("gather", _padded_rows([x], max(map(math.prod, shapes)))[0])
+            rows = self._run(_gather, _padded_rows([x], max(map(math.prod, shapes)))[0])
             parts = [_cut(row, [shape])[0] for row, shape in zip(rows, shapes, strict=True)]
-        return [_like(x, p) for p in parts] if is_here else None
+        return [like(x, p) for p in parts] if is_here else None
 
     def scatter(self, xs: Any, root: int, out: Any = None) -> Any:
         """See `Backend`."""
         if xs is not None and not isinstance(xs, Sequence):
-            return _like(xs, self._run("exchange", self._rows(xs))[root])
+            return like(xs, self._run(_exchange, rows_of(xs, len(self._group)))[root])
         dtype, shapes = self.agree()[root]
         most = max(map(math.prod, shapes))
         nothing = np.zeros((len(shapes), most), jnp.dtype(dtype))
         rows = nothing if xs is None else _padded_rows(xs, most)
-        part = _cut(self._run("exchange", rows)[root], [tuple(shapes[self._me])])[0]
-        return part if xs is None else _like(xs[0], part)
+        part = _cut(self._run(_exchange, rows)[root], [tuple(shapes[self._me])])[0]
+        return part if xs is None else like(xs[0], part)
 
     def exchange(self, xs: Any, splits: Splits | None = None, out: Any = None) -> Any:
         """See `Backend`."""
         told = self.agree()
         if splits is None:
-            return [_like(xs[0], p) for p in self._exchanged(xs, told)]
+            return [like(xs[0], p) for p in self._exchanged(xs, told)]
         check_splits(told, self._group.ranks, self._mismatch)
         rest = list(xs.shape[1:])
         shapes = [[[n, *rest] for n in sent] for sent, _ in told]
@@ -123,21 +112,17 @@ class OnDevices:
         whole = [p.reshape((p.shape[0], *rest)) for p in parts]
         with jax.enable_x64(True):
             library: Any = np if isinstance(xs, np.ndarray) else jnp
-            return _like(xs, library.concatenate(whole))
+            return like(xs, library.concatenate(whole))
 
     def _exchanged(self, xs: Sequence[Any], shapes: Sequence[Sequence[Any]]) -> list[Any]:
         """Send array i to member i; `shapes` has, for each member, the shapes of what it sends."""
         most = max(math.prod(s) for sent in shapes for s in sent)
-        rows = self._run("exchange", _padded_rows(xs, most))
+        rows = self._run(_exchange, _padded_rows(xs, most))
         return [_cut(rows[i], [tuple(sent[self._me])])[0] for i, sent in enumerate(shapes)]
 
-    def _rows(self, x: Any) -> Any:
-        count = len(self._group)
-        return x.reshape((count, x.shape[0] // count, *x.shape[1:]))
-
-    def _run(self, kind: str, x: Any, *parameters: Any) -> Any:
+    def _run(self, body: Body, x: Any, *parameters: Any) -> Any:
         self.agree()
-        return run(kind, self._group.devices, x, *parameters)
+        return run(body, self._group.devices, x, *parameters)
 
 
 def _concatenated(xs: Sequence[Any]) -> Any:
@@ -164,46 +149,38 @@ def _padded_rows(xs: Sequence[Any], length: int | None = None) -> Any:
         return library.stack([library.pad(f, (0, most - f.shape[0])) for f in flat])
 
 
-def _like(x: Any, result: Any) -> Any:
-    """The result as NumPy's array if `x` is one."""
-    return np.array(result) if isinstance(x, np.ndarray) else result
-
-
 AXIS = "rank"
 Devices = tuple[jax.Device, ...]
+Body = Callable[..., jax.Array]
 
 
-def run(kind: str, devices: Devices, x: Any, *parameters: Any) -> Any:
+def run(body: Body, devices: Devices, x: Any, *parameters: Any) -> Any:
     """Run a program with this worker's array, together with the other workers; waits for the result.
 
     A NumPy array gives a NumPy array.
 
-    Args:
-        kind: 'reduce', 'gather', 'exchange', 'reduce_scatter' or 'broadcast'.
-        devices: one device of each worker, in the order of ranks.
-        x: the array of this worker.
-        parameters: what else the program depends on.
+    `devices` has one device of each worker, in the order of ranks. `body` is what each of them does
+    with its array and the parameters.
     """
     if len(devices) == 1:
-        return _alone(kind, x, *parameters)
+        return _alone(body, x, *parameters)
     here = next(d for d in devices if d.process_index == jax.process_index())
     with jax.enable_x64(True):  # NumPy's 64-bit numbers keep their width
         block = jax.device_put(x[None], here)
         sharding = NamedSharding(_mesh(devices), PartitionSpec(AXIS))
         shape = (len(devices), *block.shape[1:])
         whole = jax.make_array_from_single_device_arrays(shape, sharding, [block])
-        result = _program(kind, devices, *parameters)(whole)
+        result = _program(body, devices, *parameters)(whole)
         mine = result.addressable_data(0)
         return np.asarray(mine)[0] if isinstance(x, np.ndarray) else mine[0].block_until_ready()
 
 
-def _alone(kind: str, x: Any, *parameters: Any) -> Any:
+def _alone(body: Body, x: Any, *parameters: Any) -> Any:
     """What a group of one computes; traced arrays are welcome."""
     with jax.enable_x64(True):
-        if kind in ("reduce", "reduce_scatter"):
-            rows = jnp.asarray(x if kind == "reduce_scatter" else x[None])
-            return combine(parameters[0], rows)
-        return x[None] if kind == "gather" else x
+        if body is _reduce or body is _reduce_scatter:
+            return combine(parameters[0], jnp.asarray(x if body is _reduce_scatter else x[None]))
+        return x[None] if body is _gather else x
 
 
 @functools.cache
@@ -212,15 +189,7 @@ def _mesh(devices: Devices) -> Mesh:
 
 
 @functools.cache
-def _program(kind: str, devices: Devices, *parameters: Any) -> Callable[[jax.Array], jax.Array]:
-    bodies: dict[str, Callable[..., jax.Array]] = {
-        "reduce": _reduce,
-        "gather": _gather,
-        "exchange": _exchange,
-        "reduce_scatter": _reduce_scatter,
-        "broadcast": _broadcast,
-    }
-    body = bodies[kind]
+def _program(body: Body, devices: Devices, *parameters: Any) -> Callable[[jax.Array], jax.Array]:
     spec = PartitionSpec(AXIS)
     return jax.jit(
         jax.shard_map(

@@ -16,7 +16,7 @@ import numpy as np
 from phalanx.collectives.channels import Channel, Notice, Transfer
 from phalanx.collectives.packing import TOGETHER, reduce_packed
 from phalanx.collectives.reductions import Array, Reduction, reduce_into
-from phalanx.collectives.table import Splits, check_splits, parts_of
+from phalanx.collectives.table import Splits, check_splits, parts_of, rows_of
 from phalanx.errors import CollectiveMismatchError
 from phalanx.runtime import compat, host_memory
 
@@ -31,12 +31,7 @@ _MORE_AT_ONCE = 192 << 10  # by how many bytes more than in two steps
 class OnHost:
     """How one operation of a group moves its data.
 
-    Args:
-        channel: the connections of the members.
-        ranks: the members, in the order of the group.
-        notice: what all members are told first.
-        seconds: how long to wait for them.
-        mismatch: the error for members that cannot do together what they were called for.
+    `mismatch` is the error for members that cannot do together what they were called for.
     """
 
     def __init__(
@@ -154,7 +149,7 @@ class OnHost:
             transfer.run()
             return given(x, np.zeros(whole, data.dtype), out) if joined else None
         if not joined:
-            return self._gather_list(x, data, transfer, out)
+            return self._receive_list(x, [data], data, transfer, tuple, out)
         rows = _room((len(self._ranks), *data.shape), data.dtype, _apart(out, [data]))
         for i, rank in enumerate(self._ranks):
             if rank in self._others:
@@ -164,18 +159,28 @@ class OnHost:
         transfer.run()
         return given(x, rows.reshape(whole), out)
 
-    def _gather_list(self, x: Any, data: Array, transfer: Transfer, outs: Any) -> list[Any]:
+    def _receive_list(
+        self,
+        x: Any,
+        sent: Sequence[Array],
+        own: Array,
+        transfer: Transfer,
+        shape: Callable[[Any], Sequence[int]],
+        outs: Any,
+    ) -> list[Any]:
+        """The arrays of all members; `own` is this one's, and `shape` finds theirs in what is told."""
         results: dict[int, Array] = {}
         wanted = dict(zip(self._ranks, outs or [None] * len(self._ranks), strict=True))
 
         def heard(rank: int) -> None:
-            shape = tuple(transfer.notices[rank].value)
-            results[rank] = _room(shape, data.dtype, _apart(wanted[rank], [data]))
+            told = tuple(shape(transfer.notices[rank].value))
+            results[rank] = _room(told, own.dtype, _apart(wanted[rank], sent))
             transfer.expect(rank, _bytes(results[rank]))
 
         transfer.run(heard)
-        results[self._channel.rank] = own = _room(data.shape, data.dtype, wanted[self._channel.rank])
-        np.copyto(own, data)
+        me = self._channel.rank
+        results[me] = _room(own.shape, own.dtype, wanted[me])
+        np.copyto(results[me], own)
         return [given(x, results[r], outs) for r in self._ranks]
 
     def scatter(self, xs: Any, root: int, out: Any = None) -> Any:
@@ -207,18 +212,10 @@ class OnHost:
         if splits is not None:
             return self._exchange_rows(xs, splits, out)
         data = [_host(x) for x in xs]
-        transfer = self._send_blocks(data)
-        results: dict[int, Array] = {}
-        wanted = dict(zip(self._ranks, out or [None] * len(self._ranks), strict=True))
-
-        def heard(rank: int) -> None:
-            shape = tuple(transfer.notices[rank].value[self._me])
-            results[rank] = _room(shape, data[0].dtype, _apart(wanted[rank], data))
-            transfer.expect(rank, _bytes(results[rank]))
-
-        transfer.run(heard)
-        results[self._channel.rank] = _copy(data[self._me])
-        return [given(xs[0], results[r], out) for r in self._ranks]
+        me = self._me
+        return self._receive_list(
+            xs[0], data, data[me], self._send_blocks(data), lambda told: told[me], out
+        )
 
     def _exchange_rows(self, x: Any, splits: Splits, out: Any) -> Any:
         data = _host(x)
@@ -271,12 +268,7 @@ def is_at_once(nbytes: int, count: int) -> bool:
 class _Reducer:
     """Reduces one block of an array, in pieces, while the pieces of the others come in.
 
-    Args:
-        host: whose operation it is.
-        transfer: moves the pieces.
-        blocks: what this member has for each, flat.
-        op: the reduction.
-        out: where this member's block goes, flat.
+    `blocks` are what this member has for each, and `out` is where its own block goes; both are flat.
     """
 
     def __init__(
@@ -299,9 +291,7 @@ class _Reducer:
     def run(self, targets: Sequence[int], parts: Sequence[Array] | None) -> None:
         """Reduce everything.
 
-        Args:
-            targets: who gets this member's block.
-            parts: where the blocks of the others go; None if they do not come here.
+        `targets` get this member's block; `parts` are where those of the others go, if they come here.
         """
         self._targets, self._parts = targets, parts
         for i, rank in enumerate(self._ranks):
@@ -367,7 +357,7 @@ def _blocks(xs: Any, count: int) -> list[Array]:
     """The arrays of a list, or so many parts of an array."""
     if isinstance(xs, Sequence):
         return [_host(x) for x in xs]
-    return list(_host(xs).reshape((count, xs.shape[0] // count, *xs.shape[1:])))
+    return list(rows_of(_host(xs), count))
 
 
 def _first(xs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The workers of this job: who they are, how they agree on what to do, and their lanes."""
+"""The workers of this job: who they are, how they agree on what to do, and their queues."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from phalanx.collectives.mismatches import different_operations
 from phalanx.collectives.operation_queue import OperationQueue
 from phalanx.errors import InvalidValueError, PhalanxError, UnauthenticatedError
 from phalanx.job import jax_distributed, shared_programs
-from phalanx.job.bootstrap import Connection
+from phalanx.job.bootstrap import JobConnection
 from phalanx.job.hub.descriptions import Failure
-from phalanx.job.hub.worker_status import PeerWait, Status
+from phalanx.job.hub.worker_status import PeerWait, WorkerStatus
 from phalanx.job.preflight import bind_host
 from phalanx.job.shared_programs import Ledger, SharedProgram
 from phalanx.job.tokens import find_token
@@ -47,44 +47,43 @@ _ROUTE = "PHALANX_COMM_ROUTE"
 
 
 class World:
-    """All workers of the job, or this process alone.
+    """All workers of the job, or this process alone."""
 
-    Args:
-        connection: to the other workers; None if there are none.
-    """
-
-    def __init__(self, connection: Connection | None) -> None:
+    def __init__(self, connection: JobConnection | None) -> None:
         self._connection = connection
         self.rank = 0 if connection is None else connection.rank
         self.size = 1 if connection is None else connection.size
         self.is_on_host = _is_on_host()
         """Whether data move through the memory of the host, else between devices."""
-        self._lanes: dict[Any, OperationQueue] = {}
-        self._channels: dict[tuple[int, ...], Channel] = {}
+        self._queues: dict[Any, OperationQueue] = {}
+        self.channels: dict[tuple[int, ...], Channel] = {}
+        """The connections between the members of groups that have had an operation."""
         self._lock = threading.Lock()
         self._links: Links | None = None
-        self._status = Status()
+        self.status = WorkerStatus()
+        """What this worker does, for the others."""
         self.prepared: dict[Any, Any] = {}
         """What `prepared_calls` keeps for the calls of this process, by their signatures."""
         self._orderly: OrderlyLedger | None = None
         self.mailbox: Mailbox | None = None
-        self._hosts = ["" for _ in range(self.size)]
+        self.hosts = ["" for _ in range(self.size)]
+        """The machine of each worker."""
         self._names = [f"rank {i}" for i in range(self.size)]
         if connection is not None:
             self._join(connection)
 
-    def _join(self, connection: Connection) -> None:
-        place = connection.place
-        token = find_token(place.is_local).encode()
-        self._hosts = [str(m.get("host")) for m in connection.roster]
+    def _join(self, connection: JobConnection) -> None:
+        membership = connection.membership
+        token = find_token(membership.is_local).encode()
+        self.hosts = [str(m.get("host")) for m in connection.roster]
         self._names = [f"rank {i} ({m.get('worker')})" for i, m in enumerate(connection.roster)]
         key = hashlib.sha256(b"collectives of " + token).digest()
-        self._links = Links(self.rank, bind_host(place.task, place.is_local), key)
+        self._links = Links(self.rank, bind_host(membership.task, membership.is_local), key)
         self.mailbox = Mailbox(self.rank, self._links, self._dial, self.check)
         jax_distributed.publish(f"phalanx/links/{self.rank}", json.dumps(self._links.address))
         connection.member.on_failure(lambda _: self._cut())
-        self._status = connection.member.status
-        self._status.operations = self._operations
+        self.status = connection.member.status
+        self.status.operations = self._operations
         ledger = shared_programs.ledger()
         if ledger is not None and not self.is_on_host:
             self._orderly = OrderlyLedger(ledger, self.settle)
@@ -104,11 +103,6 @@ class World:
         """Whether the job has failed."""
         return self._connection is not None and self._connection.member.failure is not None
 
-    @property
-    def communicating(self) -> set[int]:
-        """The threads of this process that communicate."""
-        return self._status.threads
-
     def fail(self, kind: str, text: str) -> PhalanxError:
         """Tell all workers that the job cannot go on; returns the error to raise."""
         assert self._connection is not None
@@ -119,41 +113,16 @@ class World:
     def wait_of(self, members: tuple[int, ...], notice: Notice) -> PeerWait:
         """How the wait in an operation of some members is shown to the other workers."""
         missing: Callable[[], Sequence[int]]
-        channel = self._channels.get(members)
+        channel = self.channels.get(members)
         if channel is None:  # they are not connected yet
             missing, number = (lambda: [r for r in members if r != self.rank]), lambda: 1
         else:
             missing, number = channel.missing, channel.count
-        return PeerWait(self._status, notice.same, notice.site, missing, _name(members), number)
-
-    def wait_for_any(self, ranks: Sequence[int], site: str) -> PeerWait:
-        """How the wait for a message of any of some ranks is shown to the other workers."""
-        return PeerWait(self._status, "recv from any rank", site, lambda: ranks)
-
-    def wait_for_receiver(self, rank: int, site: str) -> PeerWait:
-        """How the wait for a rank that shall take a message is shown to the other workers."""
-        assert self.mailbox is not None
-        moved = self.mailbox.moved
-        wait = PeerWait(self._status, f"send to rank {rank}", site, lambda: [rank])
-        wait.moved = lambda: moved.get(rank, 0.0)
-        return wait
-
-    def wait_for_message(self, source: int, site: str) -> PeerWait:
-        """How the wait for the next message of a rank is shown to the other workers."""
-        assert self.mailbox is not None
-        received = self.mailbox.received
-        return PeerWait(
-            self._status,
-            "recv",
-            site,
-            lambda: [source],
-            f"to {self.rank}",
-            lambda: received.get(source, 0) + 1,
-        )
+        return PeerWait(self.status, notice.same, notice.site, missing, _name(members), number)
 
     def _operations(self) -> dict[str, int]:
         """How many operations this worker has begun, by their members, and messages by receiver."""
-        counts = {_name(members): c.number for members, c in list(self._channels.items())}
+        counts = {_name(members): c.number for members, c in list(self.channels.items())}
         sent = {} if self.mailbox is None else dict(self.mailbox.sent)
         return counts | {f"to {rank}": count for rank, count in sent.items()}
 
@@ -161,7 +130,8 @@ class World:
         """The error to raise for one that an operation has met; the job knows of it then."""
         at = f"{notice.same} at {notice.site}"
         if isinstance(error, DifferentError):
-            return self.fail("mismatch", self._mismatch_text(error.notices))
+            said = {self._names[r]: (n.same, n.site) for r, n in sorted(error.notices.items())}
+            return self.fail("mismatch", different_operations(said))
         if isinstance(error, LateError):
             assert self._connection is not None
             waited = worker_deadline() if seconds is None else seconds
@@ -178,32 +148,23 @@ class World:
             return self.fail("died", f"{lost} closed its connection in the middle of {at}.")
         return cause or error
 
-    @property
-    def hosts(self) -> list[str]:
-        """The machine of each worker."""
-        return list(self._hosts)
-
-    def local_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Those of the ranks that are on this machine."""
-        return [r for r in ranks if self._hosts[r] == self._hosts[self.rank]]
-
     # -- order -----------------------------------------------------------------------------------
 
-    def lane(self, key: Any) -> OperationQueue:
+    def queue(self, key: Any) -> OperationQueue:
         """What keeps operations of one kind in order."""
-        lane = self._lanes.get(key)
-        if lane is None:
+        queue = self._queues.get(key)
+        if queue is None:
             with self._lock:
-                lane = self._lanes.setdefault(key, OperationQueue("-".join(map(str, key))))
-        return lane
+                queue = self._queues.setdefault(key, OperationQueue("-".join(map(str, key))))
+        return queue
 
     def settle(self) -> None:
         """Wait until what was launched is done, or the job has failed."""
         with self._lock:
-            lanes = list(self._lanes.values())
-        for lane in lanes:
-            while not lane.is_current and not lane.wait_idle(_LOOK):
-                if self._connection is not None and self._connection.member.failure is not None:
+            queues = list(self._queues.values())
+        for queue in queues:
+            while not queue.is_current and not queue.wait_idle(_LOOK):
+                if self.has_failed:
                     return
 
     def programs(self) -> Any:
@@ -214,8 +175,8 @@ class World:
         """Finish what was launched and stop all threads."""
         self.settle()
         atexit.unregister(self.settle)
-        for lane in self._lanes.values():
-            lane.close()
+        for queue in self._queues.values():
+            queue.close()
         if self._links is not None:
             self._links.close()
         if self._orderly is not None and shared_programs.ledger() is self._orderly:
@@ -227,21 +188,12 @@ class World:
         """The connections between the members of a group, which are made for its first operation.
 
         Of each pair, the member with the higher rank calls the other.
-
-        Args:
-            members: the ranks.
-            seconds: how long to wait for them.
-            wait: shows who is missing.
         """
-        channel = self._channels.get(members)
+        channel = self.channels.get(members)
         if channel is None:
-            channel = self._channels[members] = self._connect(members, seconds, wait)
+            channel = self.channels[members] = self._connect(members, seconds, wait)
         wait.missing, wait.moved, wait.number = channel.missing, channel.moved, channel.count
         return channel
-
-    def connected_channel(self, members: tuple[int, ...]) -> Channel | None:
-        """The connections between the members of a group, if there are any yet."""
-        return self._channels.get(members)
 
     def _connect(self, members: tuple[int, ...], seconds: float, wait: PeerWait) -> Channel:
         assert self._links is not None
@@ -266,7 +218,7 @@ class World:
         assert self._links is not None
         assert self._connection is not None
         end = time.monotonic() + worker_deadline() if end is None else end
-        host = split_address(self._connection.place.tasks[rank].address)[0]
+        host = split_address(self._connection.membership.tasks[rank].address)[0]
         refusals = 0
         while True:
             self.check()
@@ -274,7 +226,7 @@ class World:
             found = jax_distributed.look_up(f"phalanx/links/{rank}", min(1.0, left))
             if found is not None:
                 _, port, local = json.loads(found)
-                is_here = self._hosts[rank] == self._hosts[self.rank]
+                is_here = self.hosts[rank] == self.hosts[self.rank]
                 address = Address(host, port, local if is_here and self._links.address.local else "")
                 try:
                     return self._links.dial(address, channel, left)
@@ -290,21 +242,9 @@ class World:
         if self._links is not None:
             self._links.cut()
 
-    # -- words -----------------------------------------------------------------------------------
-
-    def _mismatch_text(self, said: dict[int, Notice]) -> str:
-        return different_operations(
-            {self._names[rank]: (notice.same, notice.site) for rank, notice in sorted(said.items())}
-        )
-
 
 class OrderlyLedger:
-    """Lets programs of strategies and collectives take turns: both use the same connections.
-
-    Args:
-        inner: the ledger that compares programs.
-        settle: waits until all collectives that were launched are done.
-    """
+    """Lets programs of strategies and collectives take turns: both use the same connections."""
 
     def __init__(self, inner: Ledger, settle: Callable[[], None]) -> None:
         self.inner, self._settle = inner, settle

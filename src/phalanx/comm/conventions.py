@@ -6,7 +6,7 @@ Each says in one line what it is here; nothing in them is new.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from phalanx.collectives import groups
 from phalanx.collectives.groups import Group
-from phalanx.collectives.handles import Handle, Outcome, PendingArray
+from phalanx.collectives.handles import Handle, LazyHandle, Outcome, PendingArray
 from phalanx.collectives.table import as_array
 from phalanx.comm import functional, in_place, objects
 from phalanx.comm.in_place import check_buffer, filled, write
@@ -291,23 +291,11 @@ def _checked(outcome: Outcome, shape_of: Any, wanted: Any) -> Outcome:
     if handle is None:
         _check(wanted, shape_of(out), "the output shape")
         return outcome
-    checked = _CheckedHandle(handle, lambda x: _check(wanted, shape_of(x), "the output shape"))
+
+    def get(timeout: float | None) -> Any:
+        result = handle.result(timeout)
+        _check(wanted, shape_of(result), "the output shape")
+        return result
+
+    checked = LazyHandle(handle.get_future(), get, handle.is_completed, handle.site)
     return PendingArray(checked), checked
-
-
-class _CheckedHandle(Handle):
-    """The handle of an operation whose result is checked when it is asked for."""
-
-    def __init__(self, handle: Handle, check: Callable[[Any], None]) -> None:
-        super().__init__(handle.get_future(), handle.site)
-        self._handle, self._look = handle, check
-
-    def result(self, timeout: float | None = None) -> Any:
-        """See `Handle.result`."""
-        out = self._handle.result(timeout)
-        self._look(out)
-        return out
-
-    def is_completed(self) -> bool:
-        """See `Handle.is_completed`."""
-        return self._handle.is_completed()

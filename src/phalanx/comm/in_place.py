@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.collectives import groups
-from phalanx.collectives.eager_replicas import OwnHandle
-from phalanx.collectives.handles import Handle, Outcome
+from phalanx.collectives.handles import Handle, Outcome, OwnHandle, fill_with
 from phalanx.collectives.perform import GroupLike, Op, perform
 from phalanx.collectives.table import kind
 from phalanx.core.reduction import ReduceOp
@@ -23,6 +22,7 @@ from phalanx.core.replica_context import is_compiled
 from phalanx.core.variables import Variable
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.futures import settle
 
 
 def all_reduce_(
@@ -38,8 +38,7 @@ def all_reduce_(
         [1, 2]
     """
     check_buffer(tensor)
-    outcome = perform("all_reduce", group, async_op, tensor, op=op, out=whole(tensor))
-    return filled(outcome, lambda out: write(tensor, out), async_op)
+    return _into(tensor, "all_reduce", group, async_op, tensor, op=op)
 
 
 def all_reduce_coalesced_(
@@ -61,8 +60,7 @@ def reduce_(
 ) -> Handle | None:
     """Like `reduce`, into the array of rank `dst`; the others keep theirs."""
     check_buffer(tensor)
-    outcome = perform("reduce", group, async_op, tensor, op=op, root=dst, out=whole(tensor))
-    return filled(outcome, lambda out: write(tensor, out), async_op)
+    return _into(tensor, "reduce", group, async_op, tensor, op=op, root=dst)
 
 
 def broadcast_(
@@ -70,8 +68,7 @@ def broadcast_(
 ) -> Handle | None:
     """Like `broadcast`, into the array itself."""
     check_buffer(tensor)
-    outcome = perform("broadcast", group, async_op, tensor, root=src, out=whole(tensor))
-    return filled(outcome, lambda out: write(tensor, out), async_op)
+    return _into(tensor, "broadcast", group, async_op, tensor, root=src)
 
 
 def all_gather_(
@@ -79,8 +76,7 @@ def all_gather_(
 ) -> Handle | None:
     """Like `all_gather`, into a list of one buffer per rank."""
     check_buffers(tensor_list, group, tensor.dtype)
-    outcome = perform("all_gather", group, async_op, tensor, out=all_whole(tensor_list))
-    return filled(outcome, lambda out: write_all(tensor_list, out), async_op)
+    return _into(tensor_list, "all_gather", group, async_op, tensor)
 
 
 def all_gather_into_tensor_(
@@ -116,8 +112,7 @@ def gather_(
         raise InvalidValueError(
             f"Only rank {dst}, the destination, has a gather_list. Received: a list on another rank"
         )
-    outcome = perform("gather", group, async_op, tensor, root=dst, out=all_whole(gather_list))
-    return filled(outcome, lambda out: write_all(gather_list or (), out or ()), async_op)
+    return _into(gather_list or (), "gather", group, async_op, tensor, root=dst)
 
 
 def scatter_(
@@ -129,8 +124,7 @@ def scatter_(
 ) -> Handle | None:
     """Like `scatter`, into `tensor`."""
     check_buffer(tensor)
-    outcome = perform("scatter", group, async_op, scatter_list, root=src, out=whole(tensor))
-    return filled(outcome, lambda out: write(tensor, out), async_op)
+    return _into(tensor, "scatter", group, async_op, scatter_list, root=src)
 
 
 def scatter_tensor_(
@@ -138,8 +132,7 @@ def scatter_tensor_(
 ) -> Handle | None:
     """Like `scatter_tensor`, into `output`."""
     _check_part(output, tensor, group)
-    outcome = perform("scatter_tensor", group, async_op, tensor, root=src, out=whole(output))
-    return filled(outcome, lambda out: write(output, out), async_op)
+    return _into(output, "scatter_tensor", group, async_op, tensor, root=src)
 
 
 def reduce_scatter_(
@@ -151,8 +144,7 @@ def reduce_scatter_(
 ) -> Handle | None:
     """Like `reduce_scatter`, into `output`."""
     check_buffer(output)
-    outcome = perform("reduce_scatter", group, async_op, tensor_list, op=op, out=whole(output))
-    return filled(outcome, lambda out: write(output, out), async_op)
+    return _into(output, "reduce_scatter", group, async_op, tensor_list, op=op)
 
 
 def reduce_scatter_tensor_(
@@ -164,8 +156,7 @@ def reduce_scatter_tensor_(
 ) -> Handle | None:
     """Like `reduce_scatter_tensor`, into `output`."""
     _check_part(output, tensor, group)
-    outcome = perform("reduce_scatter_tensor", group, async_op, tensor, op=op, out=whole(output))
-    return filled(outcome, lambda out: write(output, out), async_op)
+    return _into(output, "reduce_scatter_tensor", group, async_op, tensor, op=op)
 
 
 reduce_scatter_single_ = reduce_scatter_tensor_
@@ -176,8 +167,7 @@ def all_to_all_(
 ) -> Handle | None:
     """Like `all_to_all`, into a list of one buffer per rank."""
     check_buffers(output_list, group, tensors[0].dtype if len(tensors) else None)
-    outcome = perform("all_to_all", group, async_op, tensors, out=all_whole(output_list))
-    return filled(outcome, lambda out: write_all(output_list, out), async_op)
+    return _into(output_list, "all_to_all", group, async_op, tensors)
 
 
 def all_to_all_single_(
@@ -203,18 +193,22 @@ def all_to_all_single_(
             f"output_split_sizes must add up to the {output.shape[0]} rows of the output. "
             f"Received: {list(output_split_sizes)}"
         )
-    outcome = perform(
-        "all_to_all_single",
-        group,
-        async_op,
-        tensor,
-        splits=(input_split_sizes, output_split_sizes),
-        out=whole(output),
-    )
-    return filled(outcome, lambda out: write(output, out), async_op)
+    splits = (input_split_sizes, output_split_sizes)
+    return _into(output, "all_to_all_single", group, async_op, tensor, splits=splits)
 
 
 # -- buffers ---------------------------------------------------------------------------------------
+
+
+def _into(
+    buffer: Any, name: str, group: GroupLike, async_op: bool, x: Any, **arguments: Any
+) -> Handle | None:
+    """Perform an operation whose result goes into a buffer, or into a list of them."""
+    if isinstance(buffer, np.ndarray | Variable):
+        outcome = perform(name, group, async_op, x, out=whole(buffer), **arguments)
+        return filled(outcome, lambda result: write(buffer, result), async_op)
+    outcome = perform(name, group, async_op, x, out=[whole(b) for b in buffer], **arguments)
+    return filled(outcome, lambda results: write_all(buffer, results), async_op)
 
 
 def check_buffer(
@@ -266,11 +260,6 @@ def whole(buffer: Any) -> Any:
     return buffer if is_array and buffer.flags.c_contiguous and buffer.dtype.isnative else None
 
 
-def all_whole(buffers: Sequence[Any] | None) -> list[Any] | None:
-    """A list of such buffers, and None for others."""
-    return None if buffers is None else [whole(b) for b in buffers]
-
-
 def write(buffer: Any, value: Any) -> None:
     """Put a result into a buffer of the same shape and dtype, unless it is there already."""
     if value is buffer:
@@ -292,23 +281,14 @@ def filled(outcome: Outcome, fill: Callable[[Any], None], async_op: bool) -> Han
     """What an operation returns that writes its result somewhere when it is there."""
     result, handle = outcome
     if not async_op:
-        if result is not None:
-            fill(result)
+        fill_with(result, fill)
         return None
     if handle is None:
         return None
     if isinstance(handle, OwnHandle):
         return handle.filling(fill)
     future: Future[Any] = Future()
-
-    def finish(done: Future[Any]) -> None:
-        try:
-            if done.result() is not None:
-                fill(done.result())
-        except BaseException as error:  # noqa: BLE001 - the future has it
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    handle.get_future().add_done_callback(finish)
+    handle.get_future().add_done_callback(
+        lambda done: settle(future, lambda: fill_with(done.result(), fill))
+    )
     return handle.following(future)

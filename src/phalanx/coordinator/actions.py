@@ -11,16 +11,16 @@ from phalanx.parameter_server.requests import Token
 __all__ = [
     "Action",
     "Build",
+    "ClosureOutcome",
+    "ClosureSettled",
     "Inquire",
-    "Outcome",
     "Recall",
-    "Run",
-    "Settled",
+    "RunAttempts",
     "WorkerState",
 ]
 
 
-class Outcome(enum.Enum):
+class ClosureOutcome(enum.Enum):
     """What has become of a closure."""
 
     DONE = "done"
@@ -36,7 +36,7 @@ class WorkerState(enum.Enum):
     LOST = "lost"
 
 
-class Run(NamedTuple):
+class RunAttempts(NamedTuple):
     """Send attempts to a worker, which makes them in this order.
 
     Args:
@@ -74,12 +74,12 @@ class Inquire(NamedTuple):
     attempts: Sequence[Token]
 
 
-class Settled(NamedTuple):
+class ClosureSettled(NamedTuple):
     """It is known what has become of a closure; this is said once."""
 
     closure: int
-    outcome: Outcome
+    outcome: ClosureOutcome
     error: BaseException | None = None
 
 
-Action = Run | Recall | Build | Inquire | Settled
+Action = RunAttempts | Recall | Build | Inquire | ClosureSettled

@@ -18,7 +18,7 @@ from phalanx.errors import DataLossError, NotFoundError
 from phalanx.parameter_server.client import ServerConnections
 from phalanx.runtime.formatting import shown
 
-__all__ = ["Checkpoint", "read", "write"]
+__all__ = ["SavedState", "read", "write"]
 
 _QUEUE = "queue"
 _VERSION = 1
@@ -101,7 +101,7 @@ def _described(
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedState:
     """A checkpoint that was read.
 
     Args:
@@ -150,7 +150,7 @@ def _there(wait: Callable[[RemoteValue, Any], None], found: bytes | BaseExceptio
     return value
 
 
-def read(directory: str | Path) -> Checkpoint:
+def read(directory: str | Path) -> SavedState:
     """Read a checkpoint; servers load their part later."""
     folder = Path(directory).absolute()
     try:
@@ -170,4 +170,4 @@ def read(directory: str | Path) -> Checkpoint:
             "The checkpoint of a coordinator is damaged, or one of another version. "
             f"Received: {shown(str(directory))}"
         )
-    return Checkpoint(folder, state)
+    return SavedState(folder, state)

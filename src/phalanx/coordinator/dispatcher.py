@@ -16,7 +16,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from phalanx.coordinator.actions import Action, Inquire, Outcome, Recall, Run, Settled, WorkerState
+from phalanx.coordinator.actions import (
+    Action,
+    ClosureOutcome,
+    ClosureSettled,
+    Inquire,
+    Recall,
+    RunAttempts,
+    WorkerState,
+)
 from phalanx.coordinator.functions import Functions
 from phalanx.coordinator.messages import LIMITS, Status, reports_in
 from phalanx.coordinator.peer import Entry, Peer, Resource
@@ -234,7 +242,7 @@ class Dispatcher:
 
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Settled):
+            if isinstance(action, ClosureSettled):
                 self._settle(action)
                 continue
             peer = self._peers[action.worker]
@@ -242,7 +250,7 @@ class Dispatcher:
                 self._settler.inquire(action.attempts)
             elif peer is None:  # its loss will be noticed
                 continue
-            elif isinstance(action, Run):
+            elif isinstance(action, RunAttempts):
                 peer.run(action, self._entries)
                 if self._options.backup_workers:
                     now = time.monotonic()
@@ -255,17 +263,17 @@ class Dispatcher:
                         self._resources[number].values[action.worker].unsettle()
                         peer.build(number, self._resources[number])
 
-    def _settle(self, action: Settled, value: bytes = b"") -> None:
+    def _settle(self, action: ClosureSettled, value: bytes = b"") -> None:
         number, outcome, error = action
         entry = self._entries.pop(number)
         if self._begun:
             self._begun.pop(number, None)
-        if outcome is Outcome.CANCELLED:
+        if outcome is ClosureOutcome.CANCELLED:
             error = CancelledError(
                 f"{entry.function.name} was not run, because a function that was scheduled before it "
                 "has failed."
             )
-        elif outcome is Outcome.FAILED:
+        elif outcome is ClosureOutcome.FAILED:
             self.last_error = f"{entry.function.name}: {type(error).__name__}: {error}"
         entry.value.settle(value, error)
 
@@ -370,7 +378,7 @@ class Dispatcher:
                 self._act(self.machine.abandoned(*token, error))
                 return
             for action in self.machine.resolved(*token, committed):
-                if isinstance(action, Settled) and action.outcome is Outcome.DONE:
+                if isinstance(action, ClosureSettled) and action.outcome is ClosureOutcome.DONE:
                     lost = None if value else lost_value(action.closure)
                     self._entries.pop(action.closure).value.settle(_without_mark(value), lost)
                 else:

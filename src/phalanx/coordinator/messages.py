@@ -19,7 +19,7 @@ __all__ = [
     "LIMITS",
     "PURPOSE",
     "Attempt",
-    "Kind",
+    "MessageKind",
     "Report",
     "Status",
     "attempts_in",
@@ -40,7 +40,7 @@ _BUSY = struct.Struct("<d")
 _REPORT = struct.Struct("<QIBQ")  # closure, attempt, status, size
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The numbers of messages."""
 
     # from the coordinator

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from phalanx.coordinator.rpc_service import LIMITS, PURPOSE, RpcService, error_of, pack, unpack
 from phalanx.errors import PhalanxError
-from phalanx.net.client import Client
+from phalanx.net.client import RequestClient
 from phalanx.net.endpoint import Endpoint, dial
 
 __all__ = ["ReportEndpoint", "ask", "show"]
@@ -57,7 +57,7 @@ class ReportEndpoint:
 def ask(address: str, key: bytes, timeout: float) -> dict[str, Any]:
     """The status of one task."""
     sock = dial(address, key, {"for": PURPOSE}, timeout)
-    client = Client(sock, "phalanx-explain", limits=LIMITS).start()
+    client = RequestClient(sock, "phalanx-explain", limits=LIMITS).start()
     try:
         call = {"op": "call", "method": "status"}
         answer = client.request(call, pack(()), timeout=timeout)

@@ -6,9 +6,9 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from phalanx.coordinator.actions import Run
+from phalanx.coordinator.actions import RunAttempts
 from phalanx.coordinator.functions import Shipped
-from phalanx.coordinator.messages import Attempt, Kind, run_message, with_inputs
+from phalanx.coordinator.messages import Attempt, MessageKind, run_message, with_inputs
 from phalanx.coordinator.remote_value import RemoteValue
 from phalanx.net.connection import Connection
 
@@ -60,7 +60,7 @@ class Peer:
         self.connection = connection
         self._functions: set[int] = set()
 
-    def run(self, action: Run, entries: Mapping[int, Entry]) -> None:
+    def run(self, action: RunAttempts, entries: Mapping[int, Entry]) -> None:
         """Send attempts, and before them the functions that the worker does not have."""
         attempts = []
         for closure, attempt in action.attempts:
@@ -71,29 +71,29 @@ class Peer:
                 attempts.append(Attempt(closure, attempt, function, 1, arguments))
             else:
                 attempts.append(Attempt(closure, attempt, function, 0, entry.arguments))
-        self._send(Kind.RUN, run_message(action.era, attempts))
+        self._send(MessageKind.RUN, run_message(action.era, attempts))
 
     def build(self, number: int, resource: Resource) -> None:
         """Let the worker build a resource."""
         function = self._define(resource.function)
-        self._send(Kind.BUILD, [b"%d %d" % (number, function), resource.arguments])
+        self._send(MessageKind.BUILD, [b"%d %d" % (number, function), resource.arguments])
 
     def recall(self, era: int) -> None:
         """Let the worker return what it has not begun."""
-        self._send(Kind.RECALL, [b"%d" % era])
+        self._send(MessageKind.RECALL, [b"%d" % era])
 
     def release(self, what: str, number: int) -> None:
         """No closure needs a function or a resource any more."""
         if what == "function":
             self._functions.discard(number)
-        self._send(Kind.RELEASE, [pickle.dumps((what, number), protocol=5)])
+        self._send(MessageKind.RELEASE, [pickle.dumps((what, number), protocol=5)])
 
     def _define(self, function: Shipped) -> int:
         number = function.number
         if number not in self._functions:
             self._functions.add(number)
-            self._send(Kind.DEFINE, [b"%d" % number, function.blob])
+            self._send(MessageKind.DEFINE, [b"%d" % number, function.blob])
         return number
 
-    def _send(self, kind: Kind, buffers: Sequence[Any]) -> None:
+    def _send(self, kind: MessageKind, buffers: Sequence[Any]) -> None:
         self.connection.send({}, buffers, kind)

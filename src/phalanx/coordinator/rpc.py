@@ -31,7 +31,7 @@ from phalanx.execution.function import Function
 from phalanx.job.preflight import is_loopback
 from phalanx.job.tokens import find_token
 from phalanx.net.addresses import split_address
-from phalanx.net.client import Client as Requests
+from phalanx.net.client import RequestClient
 from phalanx.net.endpoint import Endpoint, dial
 from phalanx.net.framing import Message
 from phalanx.runtime.deadlines import worker_deadline
@@ -362,7 +362,7 @@ class _Connection:
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Message]] = {}
         sock = dial(address, _key(address), {"for": PURPOSE}, seconds, peer="rpc server")
-        self._client = Requests(
+        self._client = RequestClient(
             sock, "phalanx-rpc-client", self._receive, self._fail, limits=LIMITS
         ).start()
 

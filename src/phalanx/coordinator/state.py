@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable
 from phalanx.coordinator.actions import (
     Action,
     Build,
+    ClosureOutcome,
+    ClosureSettled,
     Inquire,
-    Outcome,
     Recall,
-    Run,
-    Settled,
+    RunAttempts,
     WorkerState,
 )
 from phalanx.parameter_server.requests import Token
@@ -194,7 +194,7 @@ class Machine:
         self._again.clear()
         actions: list[Action] = []
         for number in list(self._open):
-            actions += self._settle(number, self._open[number], Outcome.CANCELLED)
+            actions += self._settle(number, self._open[number], ClosureOutcome.CANCELLED)
         return actions
 
     def take_error(self) -> tuple[BaseException, list[Action]]:
@@ -263,7 +263,7 @@ class Machine:
         if closure is None:
             return []
         self._calm(number)
-        return self._settle(number, closure, Outcome.DONE)
+        return self._settle(number, closure, ClosureOutcome.DONE)
 
     def failed(self, worker: int, number: int, attempt: int, error: BaseException) -> list[Action]:
         """An attempt has raised an error, and has changed nothing."""
@@ -305,7 +305,7 @@ class Machine:
         closure.doubtful.remove(attempt)
         if committed:
             self._calm(number)
-            return self._settle(number, closure, Outcome.DONE)
+            return self._settle(number, closure, ClosureOutcome.DONE)
         return [] if closure.is_busy else self._run_again(number, closure)
 
     def abandoned(self, number: int, attempt: int, error: BaseException) -> list[Action]:
@@ -345,7 +345,7 @@ class Machine:
             if count > 0:
                 attempts = [self._start(w, number) for number in self._take(count)]
                 if attempts:
-                    actions.append(Run(w.index, self._era, attempts))
+                    actions.append(RunAttempts(w.index, self._era, attempts))
         return actions
 
     def speculate(self, is_slow: Callable[[int], bool]) -> list[Action]:
@@ -360,7 +360,7 @@ class Machine:
             if len(closure.live) == 1 and not closure.doubtful and is_slow(number):
                 self._additional.add(number)
                 w = idle.pop(0)
-                actions.append(Run(w.index, self._era, [self._begin(w, number, closure)]))
+                actions.append(RunAttempts(w.index, self._era, [self._begin(w, number, closure)]))
         return actions
 
     def _dispatch_bounded(self) -> list[Action]:
@@ -379,7 +379,7 @@ class Machine:
                 self._stamps[other] += 1
             self._stamps[number] = self._busy
             batches.setdefault(w.index, []).append(self._start(w, number))
-        return [Run(w, self._era, attempts) for w, attempts in batches.items()]
+        return [RunAttempts(w, self._era, attempts) for w, attempts in batches.items()]
 
     def _may_start(self) -> bool:
         """Whether all that runs stays fresh enough if one more closure commits meanwhile."""
@@ -433,28 +433,32 @@ class Machine:
         if closure.error is not None:
             return self._fail(number, closure, closure.error)
         if self.error is not None:
-            return self._settle(number, closure, Outcome.CANCELLED)
+            return self._settle(number, closure, ClosureOutcome.CANCELLED)
         self.retried_count += 1
         heapq.heappush(self._again, number)
         return []
 
     def _fail(self, number: int, closure: _Closure, error: BaseException) -> list[Action]:
-        settled = self._settle(number, closure, Outcome.FAILED, error)
+        settled = self._settle(number, closure, ClosureOutcome.FAILED, error)
         return [*settled, *self.doomed(error)]
 
     def _settle(
-        self, number: int, closure: _Closure, outcome: Outcome, error: BaseException | None = None
+        self,
+        number: int,
+        closure: _Closure,
+        outcome: ClosureOutcome,
+        error: BaseException | None = None,
     ) -> list[Action]:
         del self._open[number]
         if number == self.low:
             self._raise_low()
         else:
             self._settled.add(number)
-        if outcome is Outcome.DONE:
+        if outcome is ClosureOutcome.DONE:
             self.done_count += 1
             if closure.dependents is not None:
                 self._release(closure.dependents)
-        return [Settled(number, outcome, error)]
+        return [ClosureSettled(number, outcome, error)]
 
     def _raise_low(self) -> None:
         low, settled = self.low + 1, self._settled

@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from phalanx.coordinator.messages import LIMITS, PURPOSE, Kind
+from phalanx.coordinator.messages import LIMITS, PURPOSE, MessageKind
 from phalanx.coordinator.values import load_error
 from phalanx.coordinator.worker_service import Greeting
 from phalanx.errors import DeadlineExceededError, PhalanxError, ServerStateLostError
@@ -131,9 +131,9 @@ class WorkerLink:
         purpose = {"for": PURPOSE}
         sock = dial(self.task.address, self._key, purpose, _ATTEMPT, peer=str(self.task))
         stream = Stream(sock, LIMITS)
-        stream.send([cloudpickle.dumps(self._greeting)], Kind.HELLO, _ATTEMPT)
+        stream.send([cloudpickle.dumps(self._greeting)], MessageKind.HELLO, _ATTEMPT)
         answer = stream.receive(self._ready_within, self._remind)
-        if answer.number == Kind.REFUSED:
+        if answer.number == MessageKind.REFUSED:
             stream.close()
             error = load_error(bytes(answer.buffers[0]))
             raise error if isinstance(error, PhalanxError) else DeadlineExceededError(str(error))
@@ -157,7 +157,7 @@ class WorkerLink:
                 if pulse is None:
                     purpose = {"for": PURPOSE, "pulse": True}
                     pulse = Stream(dial(self.task.address, self._key, purpose, _BEAT), LIMITS)
-                pulse.send([b""], Kind.PING, _BEAT)
+                pulse.send([b""], MessageKind.PING, _BEAT)
                 self.doing = json.loads(bytes(pulse.receive(_BEAT).buffers[0]))
                 heard, late = time.monotonic(), _LATE
             except (PhalanxError, OSError):

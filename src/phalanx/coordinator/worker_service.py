@@ -24,7 +24,7 @@ from phalanx.coordinator.messages import (
     LIMITS,
     PURPOSE,
     Attempt,
-    Kind,
+    MessageKind,
     Report,
     Status,
     attempts_in,
@@ -121,7 +121,7 @@ class WorkerService:
         with contextlib.suppress(OSError):
             while True:
                 stream.receive(_FOREVER)
-                stream.send([json.dumps(self.status()).encode()], Kind.PONG, _PATIENCE)
+                stream.send([json.dumps(self.status()).encode()], MessageKind.PONG, _PATIENCE)
         self._pulses.discard(sock)
         stream.close()
 
@@ -203,10 +203,10 @@ class _Session:
         try:
             self._servers = greeting.connect()
         except Exception as error:  # noqa: BLE001 - the coordinator names it
-            self._stream.send([pack_error(error)], Kind.REFUSED, _PATIENCE)
+            self._stream.send([pack_error(error)], MessageKind.REFUSED, _PATIENCE)
             return False
         self._close_servers = getattr(self._servers, "close", _nothing)
-        self._stream.send([b""], Kind.READY, _PATIENCE)
+        self._stream.send([b""], MessageKind.READY, _PATIENCE)
         return True
 
     def _work(self) -> None:
@@ -249,21 +249,21 @@ class _Session:
         reports, self._reports = self._reports, []
         pace = self._busy / self._count if self._count else -1.0
         self._busy, self._count = 0.0, 0
-        self._stream.send(report_message(pace, reports), Kind.REPORT, _PATIENCE)
+        self._stream.send(report_message(pace, reports), MessageKind.REPORT, _PATIENCE)
 
     def _take(self, message: Any) -> None:
         kind, buffers = message.number, message.buffers
-        if kind == Kind.RUN:
+        if kind == MessageKind.RUN:
             self._todo.extend(attempts_in(buffers))
-        elif kind == Kind.DEFINE:
+        elif kind == MessageKind.DEFINE:
             number, blob = int(bytes(buffers[0])), buffers[1]
             self._define(number, bytes(blob))
-        elif kind == Kind.BUILD:
+        elif kind == MessageKind.BUILD:
             number, function = map(int, bytes(buffers[0]).split())
             self._build(number, function, bytes(buffers[1]))
-        elif kind == Kind.RECALL:
+        elif kind == MessageKind.RECALL:
             self._halted = max(self._halted, int(bytes(buffers[0])))
-        elif kind == Kind.RELEASE:
+        elif kind == MessageKind.RELEASE:
             what, number = pickle.loads(buffers[0])
             (self._functions if what == "function" else self._resources).pop(number, None)
 

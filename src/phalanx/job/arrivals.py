@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,37 +14,30 @@ from rich.text import Text
 
 from phalanx.job.hub.descriptions import Task
 
-__all__ = ["Arrivals"]
-
 _log = logging.getLogger("phalanx")
 
 
 class Arrivals:
     """A context manager that shows arrivals: live on a terminal, as lines of the log elsewhere.
 
-    Args:
-        tasks: all tasks that are expected.
-        progress: called with each message about an arrival instead of showing it.
+    `tasks` are all that are expected.
     """
 
     _patience = 5.0  # seconds after which the missing ones are named
 
-    def __init__(
-        self, tasks: Sequence[Task], progress: Callable[[dict[str, Any]], None] | None = None
-    ) -> None:
+    def __init__(self, tasks: Sequence[Task]) -> None:
         self._addresses = {str(task): task.address for task in tasks}
         self._joined: dict[str, str] = {}
         self._missing = list(self._addresses)
-        self._progress = progress
         self._live: Live | None = None
         self._done = threading.Event()
         self._reminder = threading.Thread(target=self._remind, name="phalanx-arrivals", daemon=True)
 
     def __enter__(self) -> Arrivals:
-        if self._progress is None and sys.stderr.isatty():
+        if sys.stderr.isatty():
             self._live = Live(Text(), console=Console(stderr=True), transient=True)
             self._live.start()
-        elif self._progress is None:
+        else:
             self._reminder.start()
         return self
 
@@ -57,9 +50,7 @@ class Arrivals:
         """A worker has joined."""
         self._joined[message["worker"]] = f"{message.get('host')}"
         self._missing = list(message["missing"])
-        if self._progress is not None:
-            self._progress(message)
-        elif self._live is not None:
+        if self._live is not None:
             self._live.update(self._text(), refresh=True)
         else:
             _log.info(

@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 import jax
 
@@ -34,14 +33,12 @@ from phalanx.job.hub.descriptions import Failure
 from phalanx.job.hub.hub_process import HubProcess
 from phalanx.job.hub.tunnel import Tunnel
 from phalanx.job.observer import Observer
-from phalanx.job.preflight import Place, bind_host, find_place, port_problem
+from phalanx.job.preflight import Membership, bind_host, find_membership, port_problem
 from phalanx.job.tokens import find_token
 from phalanx.job.watchdog import Watchdog
 from phalanx.net.addresses import split_address
 from phalanx.net.framing import ProtocolError
 from phalanx.runtime.deadlines import worker_deadline
-
-__all__ = ["Connection", "connect", "join_hub"]
 
 _log = logging.getLogger("phalanx")
 
@@ -50,7 +47,7 @@ _EXIT_GUARD = 10.0  # seconds that the end of a process may take after its job h
 _OLD_HUB = 6.0  # seconds for the hub of an older run to go away
 
 
-class Connection:
+class JobConnection:
     """This process as one of the workers of a job.
 
     Attributes:
@@ -61,10 +58,10 @@ class Connection:
     """
 
     def __init__(
-        self, member: Member, place: Place, roster: Roster, watchdog: Watchdog, tunnel: Tunnel
+        self, member: Member, membership: Membership, roster: Roster, watchdog: Watchdog, tunnel: Tunnel
     ) -> None:
-        self.member, self.place = member, place
-        self.rank, self.size = place.rank, len(place.tasks)
+        self.member, self.membership = member, membership
+        self.rank, self.size = membership.rank, len(membership.tasks)
         self.roster = list(roster["members"])
         self._watchdog, self._tunnel = watchdog, tunnel
         self._previous_hook = sys.excepthook
@@ -123,7 +120,7 @@ def connect(
     deadline: float | None = None,
     warn_after: float | None = None,
     grace: float = 15.0,
-) -> Connection:
+) -> JobConnection:
     """Meet the other workers of the cluster and start JAX on the devices of all of them.
 
     Must come before JAX starts. What is wrong with the cluster is one clear error on every worker that
@@ -140,8 +137,8 @@ def connect(
         grace: seconds for native code to come back after the job has failed.
     """
     end = time.monotonic() + timeout
-    place = find_place(resolver)
-    member, roster = join_hub(place, timeout, problem=jax_runtime.start_problem(place.task))
+    membership = find_membership(resolver)
+    member, roster = join_hub(membership, timeout, problem=jax_runtime.start_problem(membership.task))
     seconds = worker_deadline() if deadline is None else deadline
     watchdog = Watchdog(member, warn_after=warn_after, deadline=seconds, grace=grace)
     try:
@@ -149,9 +146,9 @@ def connect(
             raise ClusterEnvironmentError("The hub runs no coordination service, which JAX needs.")
         jax_runtime.prepare(devices_per_worker, seconds + grace)
         left = max(30.0, end - time.monotonic())
-        tunnel = Tunnel(member.address, find_token(place.is_local))
+        tunnel = Tunnel(member.address, find_token(membership.is_local))
         listener = jax_runtime.run_unless_failed(
-            lambda: jax_runtime.start(place, tunnel.address, left), member, left
+            lambda: jax_runtime.start(membership, tunnel.address, left), member, left
         )
         reports = member.exchange("start", [jax.local_device_count(), listener], timeout=left)
         if len({count for count, _ in reports}) > 1:
@@ -169,15 +166,11 @@ def connect(
         member.report_exception(error)
         member.leave()
         raise
-    return Connection(member, place, roster, watchdog.start(), tunnel)
+    return JobConnection(member, membership, roster, watchdog.start(), tunnel)
 
 
 def join_hub(
-    place: Place,
-    timeout: float = 60.0,
-    *,
-    problem: Failure | None = None,
-    progress: Callable[[dict[str, Any]], None] | None = None,
+    membership: Membership, timeout: float = 60.0, *, problem: Failure | None = None
 ) -> tuple[Member, Roster]:
     """Find the job's hub, or start it if that is this process's part, and wait for all to join.
 
@@ -186,59 +179,57 @@ def join_hub(
     end = time.monotonic() + timeout
     address = os.environ.get("PHALANX_HUB")
     bind = os.environ.get("PHALANX_BIND")
-    token = find_token(place.is_local)
-    process = None
-    if address is None:
-        problem = problem or _own_port_problem(place, bind)
-        address, process = _find_hub(place, token, bind, timeout)
-    try:
+    token = find_token(membership.is_local)
+    with contextlib.ExitStack() as stack:
+        if address is None:
+            problem = problem or _own_port_problem(membership, bind)
+            address, process = _find_hub(membership, token, bind, timeout)
+            if process is not None:
+                stack.callback(process.close)
         member = Member(
             address,
             token,
-            place.task.type,
-            place.task.id,
-            cluster=place.cluster,
+            membership.task.type,
+            membership.task.id,
+            cluster=membership.cluster,
             timeout=max(1.0, end - time.monotonic()),
             problem=problem,
         )
         try:
-            with Arrivals(place.tasks, progress) as arrivals:
+            with Arrivals(membership.tasks) as arrivals:
                 roster = member.wait_joined(max(1.0, end - time.monotonic()), arrivals.note)
         except BaseException as error:
             member.report_exception(error)
             member.leave()
             raise
-    except BaseException:
-        if process is not None:
-            process.close()
-        raise
+        stack.pop_all()
     return member, roster
 
 
 # -- the hub --------------------------------------------------------------------------------------
 
 
-def _own_port_problem(place: Place, bind: str | None) -> Failure | None:
+def _own_port_problem(membership: Membership, bind: str | None) -> Failure | None:
     """Whether something else listens where this worker should; the first worker finds out later."""
-    text = port_problem(place.task, bind) if place.rank > 0 else None
-    return None if text is None else Failure("cluster", text, str(place.task))
+    text = port_problem(membership.task, bind) if membership.rank > 0 else None
+    return None if text is None else Failure("cluster", text, str(membership.task))
 
 
 def _find_hub(
-    place: Place, token: str, bind: str | None, timeout: float
+    membership: Membership, token: str, bind: str | None, timeout: float
 ) -> tuple[str, HubProcess | None]:
     """The address of the hub next to the first worker, and its process if this worker starts it."""
-    first = place.tasks[0]
-    if place.rank > 0:
+    first = membership.tasks[0]
+    if membership.rank > 0:
         return first.address, None
-    if not _wait_for_port(place, token, bind):
+    if not _wait_for_port(membership, token, bind):
         return first.address, None  # another process is this task: its hub will tell all of us
     host, port = split_address(first.address)
     name = os.path.basename(sys.argv[0]) or "python"
     process = HubProcess(
-        place.tasks,
+        membership.tasks,
         token,
-        bind_host(first, place.is_local, bind),
+        bind_host(first, membership.is_local, bind),
         port,
         advertised=host,
         name=name,
@@ -248,15 +239,15 @@ def _find_hub(
     return process.address, process
 
 
-def _wait_for_port(place: Place, token: str, bind: str | None) -> bool:
+def _wait_for_port(membership: Membership, token: str, bind: str | None) -> bool:
     """Wait for the hub of an older run to go; returns False if a hub of a running job is there."""
     end = time.monotonic() + _OLD_HUB
     while True:
-        problem = port_problem(place.task, bind)
+        problem = port_problem(membership.task, bind)
         if problem is None:
             return True
         try:
-            with Observer(place.task.address, token, timeout=2.0) as observer:
+            with Observer(membership.task.address, token, timeout=2.0) as observer:
                 rows = observer.table().rows
         except (ProtocolError, DeadlineExceededError) as error:
             raise ClusterEnvironmentError(problem) from error
@@ -273,7 +264,7 @@ def _wait_for_port(place: Place, token: str, bind: str | None) -> bool:
 
 # -- the end --------------------------------------------------------------------------------------
 
-_failed: list[Connection] = []
+_failed: list[JobConnection] = []
 
 
 def _guard_end() -> None:

@@ -24,10 +24,10 @@ from phalanx.runtime.devices import name_task
 _TIME_TO_COME_BACK = 1.0  # seconds from a failure to the end of the programs that fail with it
 
 _lock = threading.Lock()
-_connected: list[tuple[Any, bootstrap.Connection]] = []
+_connected: list[tuple[Any, bootstrap.JobConnection]] = []
 
 
-def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap.Connection:
+def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap.JobConnection:
     """The connection of this process; strategies of one cluster share it."""
     who = (resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id)
     with _lock:
@@ -50,7 +50,7 @@ def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap
         return connection
 
 
-def connected() -> bootstrap.Connection | None:
+def connected() -> bootstrap.JobConnection | None:
     """The connection of this process to the other workers, if it has one."""
     return _connected[0][1] if _connected else None
 

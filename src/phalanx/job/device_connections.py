@@ -27,8 +27,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Address", "Gate", "cut", "listening", "tries_to_connect"]
-
 Address = tuple[str, int]
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -80,8 +78,7 @@ def _inode(s: socket.socket) -> int:
 class Gate:
     """Keeps the devices of this worker closed to connections, but for moments. Linux only; else open.
 
-    Args:
-        address: where the devices are listened for; None if that is not known.
+    `address` is where the devices are listened for, if that is known.
     """
 
     def __init__(self, address: Address | None) -> None:

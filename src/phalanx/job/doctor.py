@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,16 @@ from phalanx.errors import PhalanxError
 from phalanx.job.bootstrap import join_hub
 from phalanx.job.hub.client import Member, versions
 from phalanx.job.observer import Observer
-from phalanx.job.preflight import Place, bind_host, find_place, is_loopback, port_problem, resolve
+from phalanx.job.preflight import (
+    Membership,
+    bind_host,
+    find_membership,
+    is_loopback,
+    port_problem,
+    resolve,
+)
 from phalanx.job.tokens import find_token
 from phalanx.net.addresses import join_address, listen, split_address
-
-__all__ = ["Finding", "doctor", "examine", "examine_together"]
 
 _VARIABLES = (
     "XLA_",
@@ -63,11 +67,8 @@ def doctor(
 ) -> int:
     """Print what is right and wrong with the cluster; returns an exit code: 1 if there is an error.
 
-    Args:
-        resolver: says who is in the cluster, by default TF_CONFIG.
-        together: whether all workers run this at the same time, to compare and to reach each other.
-        timeout: seconds to wait for the others.
-        console: where to print.
+    `resolver` is TF_CONFIG's by default. With `together` all workers run this at the same time, to
+    compare and to reach each other.
     """
     console = console or Console()
     resolver = resolver or TFConfigClusterResolver()
@@ -89,29 +90,29 @@ def examine(resolver: ClusterResolver) -> list[Finding]:
         if not resolver.cluster_spec():
             text = "There is no cluster: TF_CONFIG is not set. A program here runs on its own."
             return [*findings, Finding("ok", "cluster", text), *_environment([])]
-        place = find_place(resolver)
+        membership = find_membership(resolver)
     except PhalanxError as error:
         return [*findings, Finding("error", "cluster", str(error))]
-    listed = ", ".join(f"{task} at {task.address}" for task in place.tasks)
-    findings.append(Finding("ok", "cluster", f"{listed}; this is {place.task}"))
-    findings += _names(place)
-    findings.append(_own_port(place))
-    findings.append(_token(place))
+    listed = ", ".join(f"{task} at {task.address}" for task in membership.tasks)
+    findings.append(Finding("ok", "cluster", f"{listed}; this is {membership.task}"))
+    findings += _names(membership)
+    findings.append(_own_port(membership))
+    findings.append(_token(membership))
     if (hub := os.environ.get("PHALANX_HUB")) is not None:
-        findings.append(_hub(hub, place))
-    return [*findings, *_environment([split_address(task.address)[0] for task in place.tasks])]
+        findings.append(_hub(hub, membership))
+    return [*findings, *_environment([split_address(task.address)[0] for task in membership.tasks])]
 
 
-def _names(place: Place) -> list[Finding]:
+def _names(membership: Membership) -> list[Finding]:
     findings = []
-    for host in dict.fromkeys(split_address(task.address)[0] for task in place.tasks):
+    for host in dict.fromkeys(split_address(task.address)[0] for task in membership.tasks):
         try:
             addresses = resolve(host)
         except PhalanxError as error:
             findings.append(Finding("error", f"name {host}", str(error)))
             continue
-        mine = host == split_address(place.task.address)[0]
-        if not place.is_local and not mine and all(is_loopback(at) for at in addresses):
+        mine = host == split_address(membership.task.address)[0]
+        if not membership.is_local and not mine and all(is_loopback(at) for at in addresses):
             text = f"stands for {', '.join(addresses)} here, which is this machine and not the other"
             findings.append(Finding("error", f"name {host}", text))
         else:
@@ -119,26 +120,26 @@ def _names(place: Place) -> list[Finding]:
     return findings
 
 
-def _own_port(place: Place) -> Finding:
-    problem = port_problem(place.task, os.environ.get("PHALANX_BIND"))
+def _own_port(membership: Membership) -> Finding:
+    problem = port_problem(membership.task, os.environ.get("PHALANX_BIND"))
     if problem is None:
-        return Finding("ok", "port", f"{place.task} can listen at {place.task.address}")
+        return Finding("ok", "port", f"{membership.task} can listen at {membership.task.address}")
     # Under a launcher no process needs to listen there.
     return Finding("warning" if "PHALANX_HUB" in os.environ else "error", "port", problem)
 
 
-def _token(place: Place) -> Finding:
+def _token(membership: Membership) -> Finding:
     try:
-        find_token(place.is_local)
+        find_token(membership.is_local)
     except PhalanxError as error:
         return Finding("error", "token", str(error))
     given = "PHALANX_TOKEN" in os.environ
     return Finding("ok", "token", "from PHALANX_TOKEN" if given else "your own, for this machine only")
 
 
-def _hub(address: str, place: Place) -> Finding:
+def _hub(address: str, membership: Membership) -> Finding:
     try:
-        with Observer(address, find_token(place.is_local), timeout=3.0) as observer:
+        with Observer(address, find_token(membership.is_local), timeout=3.0) as observer:
             rows = observer.table().rows
     except PhalanxError as error:
         return Finding("error", "hub", str(error))
@@ -179,19 +180,19 @@ def _variables() -> dict[str, str]:
 def examine_together(resolver: ClusterResolver, *, timeout: float = 30.0) -> list[Finding]:
     """Join the other workers, compare versions and environments, and try to reach each of them."""
     try:
-        place = find_place(resolver)
-        member, _ = join_hub(place, timeout)
+        membership = find_membership(resolver)
+        member, _ = join_hub(membership, timeout)
     except PhalanxError as error:
         return [Finding("error", "workers", str(error))]
     try:
-        return _compare(member, place, timeout)
+        return _compare(member, membership, timeout)
     except PhalanxError as error:
         return [Finding("error", "workers", str(error))]
     finally:
         member.leave()
 
 
-def _compare(member: Member, place: Place, timeout: float) -> list[Finding]:
+def _compare(member: Member, membership: Membership, timeout: float) -> list[Finding]:
     own = {
         "variables": _variables(),
         "cores": os.cpu_count(),
@@ -199,15 +200,15 @@ def _compare(member: Member, place: Place, timeout: float) -> list[Finding]:
         **versions(),
     }
     reports = member.exchange("doctor", own, timeout)
-    names = [str(task) for task in place.tasks]
+    names = [str(task) for task in membership.tasks]
     findings = [Finding("ok", "workers", f"all {len(names)} have joined")]
     for name in ("phalanx", "jax", "python", "cores"):
-        findings += _difference(name, names, [report[name] for report in reports], "warning")
+        findings += _difference(name, names, [report[name] for report in reports])
     variables = sorted({key for report in reports for key in report["variables"]} - set(_OWN))
     for name in variables:
         values = [report["variables"].get(name) for report in reports]
-        findings += _difference(name, names, values, "warning")
-    problems = [*member.exchange("reach", _reach_all(member, place, timeout), timeout)]
+        findings += _difference(name, names, values)
+    problems = [*member.exchange("reach", _reach_all(member, membership, timeout), timeout)]
     unreached = [text for texts in problems for text in texts or ()]
     findings += [Finding("error", "network", text) for text in unreached]
     if not unreached:
@@ -215,41 +216,26 @@ def _compare(member: Member, place: Place, timeout: float) -> list[Finding]:
     return findings
 
 
-def _difference(what: str, names: Sequence[str], values: Sequence[Any], level: str) -> list[Finding]:
+def _difference(what: str, names: Sequence[str], values: Sequence[Any]) -> list[Finding]:
     if len(set(map(str, values))) == 1:
         return []
     text = ", ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
-    return [Finding(level, what, f"differs between workers. {text}")]
+    return [Finding("warning", what, f"differs between workers. {text}")]
 
 
-def _reach_all(member: Member, place: Place, timeout: float) -> list[str]:
+def _reach_all(member: Member, membership: Membership, timeout: float) -> list[str]:
     """Connect to a port of every other worker, as the devices will; returns what did not work."""
-    with listen(bind_host(place.task, place.is_local), 0) as listener:
-        stop = threading.Event()
-        thread = threading.Thread(target=_accept_all, args=(listener, stop), daemon=True)
-        thread.start()
-        host = split_address(place.task.address)[0]
+    # The system completes the connections of the others; none needs to be accepted.
+    with listen(bind_host(membership.task, membership.is_local), 0) as listener:
+        host = split_address(membership.task.address)[0]
         address = join_address(host, listener.getsockname()[1])
         addresses = member.exchange("ports", address, timeout)
         problems = []
-        for task, target in zip(place.tasks, addresses, strict=True):
+        for task, target in zip(membership.tasks, addresses, strict=True):
             try:
                 socket.create_connection(split_address(target), 5.0).close()
             except OSError as error:
                 why = error.strerror or error
-                problems.append(f"{place.task} cannot reach {task} at {target}: {why}")
+                problems.append(f"{membership.task} cannot reach {task} at {target}: {why}")
         member.exchange("reached", None, timeout)
-        stop.set()
-        thread.join(5.0)
     return problems
-
-
-def _accept_all(listener: socket.socket, stop: threading.Event) -> None:
-    listener.settimeout(0.1)
-    while not stop.is_set():
-        try:
-            listener.accept()[0].close()
-        except TimeoutError:
-            continue
-        except OSError:
-            return

@@ -13,8 +13,6 @@ from phalanx.errors import NotFoundError
 from phalanx.job.observer import Observer
 from phalanx.job.registry import find_job
 
-__all__ = ["explain"]
-
 
 def explain(
     job: str | None = None,

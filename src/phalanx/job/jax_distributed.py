@@ -12,15 +12,6 @@ import jax
 
 from phalanx.runtime.private_names import find, need
 
-__all__ = [
-    "abandon_backends",
-    "are_joined",
-    "join",
-    "leave",
-    "look_up",
-    "publish",
-]
-
 _JOINING = "Computing with several processes"
 _ADDRESS = "Choosing the address at which CPU devices talk to each other"
 _ENDING = "Ending a process whose peers are gone, without waiting,"
@@ -72,11 +63,6 @@ def _cpu_client_at(host: str) -> Any:
     if _state.client is None:
         return _make_cpu_client()
     return _make_cpu_client(_make_gloo(_state.client, hostname=host))
-
-
-def are_joined() -> bool:
-    """Whether this process is one of several for JAX."""
-    return jax.distributed.is_initialized()
 
 
 def leave(*, abandon: bool = False) -> None:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import TypeVar
 
 import jax
@@ -21,10 +22,10 @@ from phalanx.job import jax_distributed
 from phalanx.job.device_connections import Address, listening
 from phalanx.job.hub.client import Member
 from phalanx.job.hub.descriptions import Failure, Task
-from phalanx.job.preflight import Place, bind_host, is_loopback
+from phalanx.job.preflight import Membership, bind_host, is_loopback
 from phalanx.runtime import compat, devices
-
-__all__ = ["leave", "prepare", "run_unless_failed", "start", "start_problem"]
+from phalanx.runtime.futures import settle
+from phalanx.runtime.processes import redirected
 
 _log = logging.getLogger("phalanx")
 
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 def start_problem(task: Task) -> Failure | None:
     """What keeps this process from becoming one of several, or None."""
-    if jax_distributed.are_joined():
+    if jax.distributed.is_initialized():
         text = (
             f"The process of {task} has joined others already (by jax.distributed.initialize, or by "
             "another strategy over several workers). Leave that to Phalanx, and create one such "
@@ -63,15 +64,15 @@ def prepare(devices_per_worker: int | None, collective_timeout: float) -> None:
     devices.prepare_backend()
 
 
-def start(place: Place, service: str, timeout: float) -> Address | None:
+def start(membership: Membership, service: str, timeout: float) -> Address | None:
     """Start JAX on the devices of all workers, and let them talk to each other once.
 
     `service` is the address of JAX's coordination service. Returns the address at which devices of
     other workers reach this one's, if it is known.
     """
-    host = _own_host(place)
+    host = _own_host(membership)
     before = listening()
-    jax_distributed.join(service, place.rank, len(place.tasks), timeout=timeout, host=host)
+    jax_distributed.join(service, membership.rank, len(membership.tasks), timeout=timeout, host=host)
     jax.devices()
     new = listening() - before
     try:
@@ -79,8 +80,8 @@ def start(place: Place, service: str, timeout: float) -> Address | None:
             _touch_all()
     except (RuntimeError, ValueError) as error:
         raise ClusterEnvironmentError(
-            f"{place.task} has found the other workers, but its devices cannot talk to theirs. They "
-            "use ports that the system chooses: open all ports between the machines. "
+            f"{membership.task} has found the other workers, but its devices cannot talk to theirs. "
+            "They use ports that the system chooses: open all ports between the machines. "
             f"Received: {error}"
         ) from error
     return new.pop() if len(new) == 1 else None
@@ -99,39 +100,32 @@ def leave(*, abandon: bool = False) -> None:
 
 def run_unless_failed(action: Callable[[], T], member: Member, timeout: float) -> T:
     """Run an action that native code may never come back from, until it is done or the job fails."""
-    done = threading.Event()
-    results: list[T] = []
-    problems: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(action())
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            problems.append(error)
-        done.set()
-
-    member.on_failure(lambda failure: done.set())
-    threading.Thread(target=run, name="phalanx-start", daemon=True).start()
-    done.wait(timeout)
+    future: Future[T] = Future()
+    over = threading.Event()
+    member.on_failure(lambda _: over.set())
+    future.add_done_callback(lambda _: over.set())
+    threading.Thread(target=settle, args=(future, action), name="phalanx-start", daemon=True).start()
+    over.wait(timeout)
     member.check()
-    if problems:
-        raise member.cause_of(problems[0]) or problems[0]
-    if not results:
+    if not future.done():
         raise DeadlineExceededError(
             f"JAX did not start on all workers within {timeout:g} seconds. Received: {member.task}"
         )
-    return results[0]
+    error = future.exception()
+    if error is not None:
+        raise member.cause_of(error) or error
+    return future.result()
 
 
-def _own_host(place: Place) -> str | None:
+def _own_host(membership: Membership) -> str | None:
     """The address of this machine in the cluster, if it really is one of this machine's."""
     try:
-        host = bind_host(place.task, place.is_local)
+        host = bind_host(membership.task, membership.is_local)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
     except (OSError, PhalanxError):
         return None
-    is_reachable = place.is_local or not is_loopback(host)
+    is_reachable = membership.is_local or not is_loopback(host)
     return host if is_reachable and host not in ("0.0.0.0", "::") else None
 
 
@@ -154,22 +148,19 @@ def _touch_all() -> None:
 @contextlib.contextmanager
 def _without_greetings() -> Iterator[None]:
     """Leave out the lines that gloo prints to the standard output when it connects."""
-    try:
-        sys.stdout.flush()
-        kept = os.dup(1)
-    except (OSError, ValueError, AttributeError):  # there is no standard output
-        yield
-        return
     with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 1)
         try:
-            yield
+            _flush_stdout()
+            with redirected(1, file.fileno()):
+                yield
+                _flush_stdout()
         finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-            os.dup2(kept, 1)
-            os.close(kept)
             file.seek(0)
             for line in file:  # several threads print, and each prints the end of a line separately
                 if line.strip() and b"[Gloo] " not in line:
                     os.write(1, line)
+
+
+def _flush_stdout() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none
+        sys.stdout.flush()

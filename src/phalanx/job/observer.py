@@ -8,23 +8,17 @@ from typing import Any
 from phalanx.errors import DeadlineExceededError, HubLostError, UnavailableError
 from phalanx.job.hub.connect import connect_to_hub
 from phalanx.job.hub.worker_table import WorkerTable
-from phalanx.net.client import Client
-
-__all__ = ["Observer"]
+from phalanx.net.client import RequestClient
 
 
 class Observer:
-    """A connection to a hub that only asks; a context manager.
-
-    Args:
-        address: the hub's ``host:port``.
-        token: the job's secret.
-        timeout: seconds within which the hub must be reached.
-    """
+    """A connection to a hub that only asks; a context manager."""
 
     def __init__(self, address: str, token: str, timeout: float = 10.0) -> None:
         self.address = address
-        self._client = Client(connect_to_hub(address, token, timeout), "phalanx-observer").start()
+        self._client = RequestClient(
+            connect_to_hub(address, token, timeout), "phalanx-observer"
+        ).start()
 
     def table(self, timeout: float = 10.0) -> WorkerTable:
         """Who does what at this moment."""

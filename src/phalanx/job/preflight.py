@@ -18,21 +18,11 @@ from phalanx.job.hub.descriptions import Task
 from phalanx.net.addresses import split_address
 from phalanx.runtime.formatting import shown
 
-__all__ = [
-    "Place",
-    "check_addresses",
-    "find_place",
-    "is_loopback",
-    "port_problem",
-    "resolve",
-    "training_tasks",
-]
-
 _ANY = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
-class Place:
+class Membership:
     """Where this process stands: the tasks that train together, by rank, and which of them it is.
 
     `cluster` is the description of the whole cluster as text, for comparing.
@@ -68,7 +58,7 @@ def training_tasks(cluster: ClusterSpec) -> tuple[Task, ...]:
     )
 
 
-def find_place(resolver: ClusterResolver) -> Place:
+def find_membership(resolver: ClusterResolver) -> Membership:
     """Ask a resolver for the cluster and the task of this process, and check both."""
     cluster, task_type, task_id = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     if task_type is None or task_id is None:
@@ -85,7 +75,7 @@ def find_place(resolver: ClusterResolver) -> Place:
     tasks = training_tasks(cluster)
     check_addresses(tasks)
     text = json.dumps({job: cluster.job_tasks(job) for job in sorted(cluster.jobs)})
-    return Place(tasks, id_in_cluster(cluster, task_type, task_id), text)
+    return Membership(tasks, id_in_cluster(cluster, task_type, task_id), text)
 
 
 def check_addresses(tasks: Sequence[Task]) -> None:
@@ -144,9 +134,7 @@ def resolve(host: str) -> list[str]:
 def port_problem(task: Task, bind: str | None = None) -> str | None:
     """What keeps a process on this machine from listening at the address of its task, or None.
 
-    Args:
-        task: the task with its address.
-        bind: the address to listen at instead of the task's, such as 0.0.0.0.
+    `bind` is the address to listen at instead of the task's, such as 0.0.0.0.
     """
     host, port = split_address(task.address)
     try:

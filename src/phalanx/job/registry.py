@@ -20,8 +20,6 @@ from phalanx.errors import InvalidValueError, NotFoundError, PermissionDeniedErr
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.processes import is_alive
 
-__all__ = ["RunningJob", "announced", "find_job", "running_jobs", "runtime_folder"]
-
 _log = logging.getLogger("phalanx")
 
 

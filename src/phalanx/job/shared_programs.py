@@ -19,21 +19,13 @@ from phalanx.runtime.formatting import array_text
 
 @dataclass(frozen=True)
 class SharedProgram:
-    """A program in which all workers take part.
+    """A program in which all workers take part."""
 
-    Args:
-        key: tells programs apart within this process; cheap to make and to compare.
-        operation: what it does, for people.
-        arrays: what goes in.
-        content: gives everything that must be the same on all workers, as text.
-        seconds: how long to wait for the others; None for the usual deadline.
-    """
-
-    key: Hashable
-    operation: str
-    arrays: Sequence[Any]
-    content: Callable[[], str] = str
-    seconds: float | None = None
+    key: Hashable  # tells programs apart within this process; cheap to make and to compare
+    operation: str  # what it does, for people
+    arrays: Sequence[Any]  # what goes in
+    content: Callable[[], str] = str  # everything that must be the same on all workers, as text
+    seconds: float | None = None  # how long to wait for the others; None for the usual deadline
 
     def details(self) -> dict[str, Any]:
         """What people are shown of it."""
@@ -52,7 +44,6 @@ class Ledger(Protocol):
 
     def meet(self, shared: SharedProgram) -> AbstractContextManager[Any]:
         """Make sure that all workers come to the same program; the program runs inside."""
-        ...
 
     def begun(self, token: Any, may_return: bool) -> None:
         """The program was dispatched; `token` is ready when it has finished.
@@ -61,7 +52,6 @@ class Ledger(Protocol):
             token: an array.
             may_return: whether the caller may go on while the program runs.
         """
-        ...
 
 
 class _Current:

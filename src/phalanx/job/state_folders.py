@@ -13,8 +13,6 @@ from pathlib import Path
 from phalanx.job.hub.descriptions import Task
 from phalanx.runtime.processes import is_alive
 
-__all__ = ["STATE", "folder_of_job", "server_folder"]
-
 STATE = "PHALANX_STATE"
 """The environment variable that says where these folders are."""
 

@@ -11,8 +11,6 @@ from phalanx.errors import ClusterEnvironmentError, PermissionDeniedError
 from phalanx.job.registry import runtime_folder
 from phalanx.runtime.formatting import shown
 
-__all__ = ["find_token", "own_token"]
-
 _SHORTEST = 16
 
 

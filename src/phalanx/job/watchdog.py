@@ -18,11 +18,9 @@ from phalanx.errors import PhalanxError
 from phalanx.job.device_connections import Gate, cut, tries_to_connect
 from phalanx.job.hub.client import Member
 from phalanx.job.hub.descriptions import Failure
-from phalanx.job.hub.worker_table import WorkerTable
+from phalanx.job.hub.worker_table import WorkerTable, phase_text
 from phalanx.runtime.call_site import where_is
 from phalanx.runtime.deadlines import STUCK_EXIT_CODE, worker_deadline
-
-__all__ = ["Observation", "WaitPolicy", "Watchdog"]
 
 _PERIOD = 0.5
 _WARN_AFTER = 5.0  # seconds
@@ -32,27 +30,16 @@ _IDLE_SHARE = 0.1  # of one core
 
 @dataclass(frozen=True)
 class Observation:
-    """What the watchdog sees of its worker.
+    """What the watchdog sees of its worker; times are those since when something is so."""
 
-    Args:
-        waits_since: since when the program has waited for other workers, None if it does not.
-        peers_since: since when an operation of px.comm has waited for other ranks.
-        input_since: since when the program has waited for its own input.
-        device_waits_since: since when the newest program between workers has not finished.
-        failed_since: since when the job has a failure.
-        told: whether the program has been told of the failure by an exception.
-        is_idle: whether the process has hardly computed since the failure.
-        seconds: how long the wait may take, if not as long as any.
-    """
-
-    waits_since: float | None = None
-    peers_since: float | None = None
-    input_since: float | None = None
-    device_waits_since: float | None = None
-    failed_since: float | None = None
-    told: bool = False
-    is_idle: bool = False
-    seconds: float | None = None
+    waits_since: float | None = None  # the program waits for other workers
+    peers_since: float | None = None  # an operation of px.comm waits for other ranks
+    input_since: float | None = None  # the program waits for its own input
+    device_waits_since: float | None = None  # the newest program between workers has not finished
+    failed_since: float | None = None  # the job has a failure
+    told: bool = False  # whether the program has been told of the failure by an exception
+    is_idle: bool = False  # whether the process has hardly computed since the failure
+    seconds: float | None = None  # how long the wait may take, if not as long as any
 
 
 class WaitPolicy:
@@ -116,15 +103,8 @@ def _due(last: float | None, every: float, now: float) -> bool:
 class Watchdog:
     """Watches over one worker in a thread of its own.
 
-    Args:
-        member: the worker's connection to the hub.
-        warn_after: seconds of waiting after which the table of workers is shown, by default five, or
-            half of a deadline that is shorter than ten.
-        every: seconds after which it is shown again.
-        deadline: seconds of waiting after which the job gives up, by default PHALANX_DEADLINE.
-        grace: seconds for native code to come back after the job has failed; then the process is ended.
-        file: where to write, by default the standard error output.
-        end: ends the process.
+    The table of workers is shown after `warn_after` seconds of waiting, by default five, or half of a
+    deadline that is shorter than ten, and again after `every` seconds. See `WaitPolicy`.
     """
 
     def __init__(
@@ -143,10 +123,9 @@ class Watchdog:
         warn_after = min(_WARN_AFTER, seconds / 2) if warn_after is None else warn_after
         self._policy = WaitPolicy(warn_after=warn_after, every=every, deadline=seconds, grace=grace)
         self._file, self._end = file, end
-        self._pending: tuple[int, float] | None = None
+        self._seen: dict[str, tuple[Any, float]] = {}
         self._gate: Gate | None = None
         self._gates: list[Any] = []
-        self._reads: tuple[Any, float] | None = None
         self._failed_since: float | None = None
         self._computed = 0.0
         self._stopped = threading.Event()
@@ -200,12 +179,14 @@ class Watchdog:
         member = self._member
         if member.failure is not None and self._failed_since is None:
             self._failed_since, self._computed = now, time.process_time()
-        wait, peers = member.wait, member.status.long_peer_waits(now)
+        wait, status, peers = member.wait, member.status, member.status.long_peer_waits(now)
+        reads, pending = status.phase == "input", status.pending
+        is_ready = pending is None or _is_ready(pending)
         return Observation(
             waits_since=None if wait is None else wait.since,
             peers_since=peers[0].since if peers else None,
-            input_since=self._input_since(now),
-            device_waits_since=self._device_waits_since(now),
+            input_since=self._since("input", status.snapshot() if reads else None, now),
+            device_waits_since=self._since("devices", None if is_ready else id(pending), now),
             failed_since=self._failed_since,
             told=member.told,
             is_idle=self._is_idle(now),
@@ -217,22 +198,14 @@ class Watchdog:
             return False
         return time.process_time() - self._computed < _IDLE_SHARE * (now - self._failed_since)
 
-    def _input_since(self, now: float) -> float | None:
-        """Since when the program is in one and the same wait for input, as far as was seen."""
-        current = self._member.status.snapshot()
-        if self._member.status.phase != "input":
-            self._reads = None
-        elif self._reads is None or self._reads[0] != current:
-            self._reads = (current, now)
-        return None if self._reads is None else self._reads[1]
-
-    def _device_waits_since(self, now: float) -> float | None:
-        pending = self._member.status.pending
-        if pending is None or _is_ready(pending):
-            self._pending = None
-        elif self._pending is None or self._pending[0] != id(pending):
-            self._pending = (id(pending), now)
-        return None if self._pending is None else self._pending[1]
+    def _since(self, what: str, current: Any, now: float) -> float | None:
+        """Since when something has been the same, as far as was seen; None if it is None."""
+        if current is None:
+            self._seen.pop(what, None)
+            return None
+        if what not in self._seen or self._seen[what][0] != current:
+            self._seen[what] = (current, now)
+        return self._seen[what][1]
 
     def _ask(self, every: float) -> tuple[WorkerTable, bool] | None:
         try:
@@ -296,10 +269,8 @@ class Watchdog:
             f"ended with exit code {STUCK_EXIT_CODE}. The failure: {failure.text}"
         )
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-            except (OSError, ValueError):
-                continue
         self._end(STUCK_EXIT_CODE)
 
     def _write(self, text: str) -> None:
@@ -313,11 +284,7 @@ class Watchdog:
 
 def _describe(row: Mapping[str, Any]) -> str:
     """Who is late, and where it has been for how long."""
-    if row["state"] != "joined":
-        return str(row["worker"])
-    site = f" at {row['site']}" if row["site"] else ""
-    lasts = f" for {row['seconds']:.0f} seconds" if row["seconds"] >= 1 else ""
-    return f"{row['worker']} in phase {row['phase']!r}{lasts}{site}"
+    return f"{row['worker']} {phase_text(row)}" if row["state"] == "joined" else str(row["worker"])
 
 
 def _is_ready(pending: Any) -> bool:

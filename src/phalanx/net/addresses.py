@@ -8,8 +8,6 @@ import sys
 from phalanx.errors import ClusterEnvironmentError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["enlarge", "join_address", "listen", "listen_nearby", "reach", "split_address", "tune"]
-
 _BACKLOG = 1024
 _BUFFER = 4 << 20  # bytes that the system may hold of a connection, in each direction
 _LONGEST_PORT = 10  # digits, zeros in front among them

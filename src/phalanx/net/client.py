@@ -19,8 +19,6 @@ from phalanx.net.framing import Decoder, Limits, Message, ProtocolError, encode
 from phalanx.net.handshake import ClientHandshake
 from phalanx.runtime.formatting import shown
 
-__all__ = ["Client", "authenticate", "connect"]
-
 _ATTEMPT = 5.0  # seconds for one try
 _PAUSE = 0.1  # seconds between tries
 
@@ -37,14 +35,8 @@ def connect(
 ) -> socket.socket:
     """Connect, trying again until `timeout` has passed; both ends have then proved themselves.
 
-    Args:
-        address: ``host:port``.
-        key: the secret.
-        purpose: what the connection is for.
-        timeout: seconds within which the peer must be reached.
-        peer: what listens there, for errors.
-        hint: what an error says of the reasons that a peer may not be there.
-        name: where the peer listens for processes of its own machine.
+    `hint` is what an error says of the reasons that a peer may not be there, and `name` where it
+    listens for processes of its own machine.
     """
     host, port = split_address(address)
     end = time.monotonic() + timeout
@@ -101,7 +93,7 @@ def _reason(error: OSError, host: str) -> str:
     return str(error.strerror or error)
 
 
-class Client:
+class RequestClient:
     """A connection with a thread of its own, which ends with it; all threads may use it.
 
     A request has a number, and so has its answer. The end that connects uses odd numbers, so that the
@@ -142,7 +134,7 @@ class Client:
             self.loop, sock, self._receive, self._closed, limits=limits, decoder=decoder
         )
 
-    def start(self) -> Client:
+    def start(self) -> RequestClient:
         """Begin to receive."""
         self.loop.start()
         return self

@@ -12,8 +12,6 @@ from phalanx.errors import PhalanxError, UnavailableError
 from phalanx.net.event_loop import ENDED, READ, WRITE, EventLoop
 from phalanx.net.framing import Decoder, Limits, Message, SendQueue, encode
 
-__all__ = ["Connection", "flush"]
-
 _log = logging.getLogger(__name__)
 
 _MOST = 1 << 20  # bytes of one call of the system

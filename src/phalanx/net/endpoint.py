@@ -19,8 +19,6 @@ from phalanx.net.event_loop import EventLoop
 from phalanx.net.listener import Listener
 from phalanx.runtime.formatting import shown
 
-__all__ = ["Admit", "Endpoint", "dial"]
-
 Admit = Callable[[socket.socket, dict[str, Any]], None]
 """Takes a connection that has proved itself, and what it is for. Called in the loop's thread."""
 
@@ -114,13 +112,7 @@ def dial(
 ) -> socket.socket:
     """Connect to an endpoint, trying again until `timeout` has passed.
 
-    Args:
-        address: ``host:port``, as the endpoint knows it.
-        key: the secret.
-        purpose: what the connection is for; its "for" names the service.
-        timeout: seconds within which the endpoint must be reached.
-        peer: what listens there, for errors.
-        hint: what an error says of the reasons that it may not be there.
+    See `connect`. The "for" of the purpose names the service.
     """
     name = _nearby_name(address, key)
     sock = connect(address, key, purpose, timeout, peer=peer, hint=hint, name=name)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["ENDED", "READ", "WRITE", "EventLoop", "Poller"]
+from phalanx.runtime.futures import settle
 
 _log = logging.getLogger(__name__)
 
@@ -141,17 +141,10 @@ class EventLoop:
     def call(self, action: Callable[[], T]) -> T:
         """Call something in the thread, or here if there is none, and return its result."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(action())
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-                future.set_exception(error)
-
         with self._lock:
             is_there = self._thread.is_alive() and not self.is_current and not self._is_over
             if is_there:
-                self.call_soon(run)
+                self.call_soon(lambda: settle(future, action))
         return future.result(_CALL) if is_there else action()
 
     def _wake(self) -> None:

@@ -19,17 +19,6 @@ from typing import Any, NamedTuple
 from phalanx.errors import InvalidValueError, UnavailableError
 from phalanx.runtime.formatting import shown
 
-__all__ = [
-    "Decoder",
-    "Limits",
-    "Message",
-    "ProtocolError",
-    "SendQueue",
-    "encode",
-    "fields_of",
-    "renumbered",
-]
-
 _MARK = b"plx2"
 _PREFIX = struct.Struct("!4sIII")
 _SIZE = 8  # bytes of the size of a buffer
@@ -44,31 +33,19 @@ class ProtocolError(UnavailableError):
 
 
 class Message(NamedTuple):
-    """What one end of a connection tells the other.
+    """What one end of a connection tells the other."""
 
-    Args:
-        fields: what JSON has: finite numbers, texts, lists and dicts.
-        buffers: raw bytes.
-        number: of a request and its answer, or of an operation; 0 if there is none.
-    """
-
-    fields: Mapping[str, Any]
-    buffers: Sequence[Any] = ()
-    number: int = 0
+    fields: Mapping[str, Any]  # what JSON has: finite numbers, texts, lists and dicts
+    buffers: Sequence[Any] = ()  # raw bytes
+    number: int = 0  # of a request and its answer, or of an operation; 0 if there is none
 
 
 class Limits(NamedTuple):
-    """How large messages may be.
+    """How large messages may be."""
 
-    Args:
-        fields: bytes of the fields.
-        buffers: bytes of all buffers together.
-        most: how many buffers there may be.
-    """
-
-    fields: int = 8 << 20
-    buffers: int = 0
-    most: int = 0
+    fields: int = 8 << 20  # bytes of the fields
+    buffers: int = 0  # bytes of all buffers together
+    most: int = 0  # how many buffers there may be
 
 
 def encode(message: Message, limits: Limits) -> list[memoryview]:

@@ -22,8 +22,6 @@ from phalanx.errors import InvalidValueError, UnauthenticatedError
 from phalanx.net.framing import ProtocolError, fields_of
 from phalanx.runtime.formatting import shown
 
-__all__ = ["LONGEST_PURPOSE", "ClientHandshake", "Handshake", "ServerHandshake"]
-
 LONGEST_PURPOSE = 4096
 """Bytes of what a connection is for, as JSON."""
 
@@ -135,13 +133,7 @@ class ServerHandshake(Handshake):
 
 
 class ClientHandshake(Handshake):
-    """The end that connects.
-
-    Args:
-        key: the secret.
-        purpose: what the connection is for, as JSON has it.
-        peer: what listens there, for errors.
-    """
+    """The end that connects."""
 
     def __init__(self, key: bytes, purpose: Mapping[str, Any], peer: str = "server") -> None:
         super().__init__(key, len(_GREETING) + _NONCE)

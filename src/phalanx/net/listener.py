@@ -14,8 +14,6 @@ from phalanx.net.addresses import tune
 from phalanx.net.event_loop import READ, EventLoop
 from phalanx.net.handshake import ServerHandshake
 
-__all__ = ["Acceptor", "Listener"]
-
 _HANDSHAKE = 10.0  # seconds that a peer may take to prove itself
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
 _PAUSE = 0.1  # seconds after a connection that could not be accepted
@@ -24,11 +22,7 @@ _PAUSE = 0.1  # seconds after a connection that could not be accepted
 class Acceptor:
     """Accepts connections in an event loop.
 
-    Args:
-        loop: waits for the socket; it must not run yet, or this must be its thread.
-        sock: listens, and belongs to the acceptor from now on.
-        accepted: called with each connection.
-        failed: called when this process has no descriptor left for the next connection.
+    `failed` is called when this process has no descriptor left for the next connection.
     """
 
     def __init__(

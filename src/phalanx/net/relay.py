@@ -9,8 +9,6 @@ from phalanx.net.connection import flush
 from phalanx.net.event_loop import ENDED, READ, WRITE, EventLoop
 from phalanx.net.framing import SendQueue
 
-__all__ = ["Relay"]
-
 _CHUNK = 64 << 10
 _LARGEST_BUFFER = 1 << 20  # bytes that may wait for an end that does not read
 
@@ -27,11 +25,7 @@ class _End:
 
 
 class Relay:
-    """Copies between pairs of sockets.
-
-    Args:
-        loop: waits for the sockets.
-    """
+    """Copies between pairs of sockets."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop

@@ -15,8 +15,6 @@ from typing import Any
 from phalanx.errors import DeadlineExceededError
 from phalanx.net.framing import Decoder, Limits, Message, SendQueue, encode
 
-__all__ = ["Stream"]
-
 _TICK = 0.25  # seconds after which a wait looks at its deadline
 _REMINDER = 4.5  # seconds
 _JOINED = 16 << 10  # bytes of messages that are cheaper to copy than to send on their own
@@ -25,13 +23,7 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class Stream:
-    """A connection for one thread. After any error it is closed, also after an interrupt.
-
-    Args:
-        sock: both ends of it have proved themselves; belongs to the stream from now on.
-        limits: how large messages may be.
-        decoder: if memory for buffers shall come from elsewhere.
-    """
+    """A connection for one thread. After any error it is closed, also after an interrupt."""
 
     def __init__(self, sock: socket.socket, limits: Limits, decoder: Decoder | None = None) -> None:
         # The system's own timeouts: Python's would cost another call of the system for each wait.
@@ -106,9 +98,7 @@ class Stream:
     def receive(self, timeout: float, remind: Callable[[float], None] | None = None) -> Message:
         """The next message; `DeadlineExceededError` if nothing comes for so many seconds.
 
-        Args:
-            timeout: the seconds.
-            remind: called again and again while nothing comes, with the seconds so far.
+        `remind` is called again and again while nothing comes, with the seconds so far.
         """
         message = self._decoder.next()
         try:

@@ -34,7 +34,7 @@ def quantised(seconds: Table) -> Table:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveOperation:
     """One collective operation.
 
     Args:
@@ -89,7 +89,7 @@ def all_reduce(links: Sequence[Link], sizes: Sequence[int], held: float) -> tupl
 
 def moves(
     layout: Layout, shape: Shape, held: float, mesh: DeviceMesh, hardware: Hardware
-) -> Iterator[tuple[Layout, list[Collective]]]:
+) -> Iterator[tuple[Layout, list[CollectiveOperation]]]:
     """The layouts one move away, and the collectives that lead there.
 
     Args:
@@ -113,28 +113,28 @@ def moves(
 
 def _move(
     layout: Layout, other: Layout, axis: int, held: float, mesh: DeviceMesh, hardware: Hardware
-) -> list[Collective] | None:
+) -> list[CollectiveOperation] | None:
     """The collectives that move one axis; None if the hardware has none that do."""
     size, link = mesh.sizes[axis], mesh.links[axis]
     dim, to = layout[axis], other[axis]
 
-    def ordered(kept: Layout, each: float) -> list[Collective]:
+    def ordered(kept: Layout, each: float) -> list[CollectiveOperation]:
         return [] if _is_last(kept, axis) else [_permutation(kept, kept[axis], each, mesh)]
 
     if dim == NONE:
         return ordered(other, held / size)
     if dim == PARTIAL and (to == NONE or not hardware.reduce_scatter):
-        summed_up = Collective("all-reduce", (axis,), *all_reduce([link], [size], held))
+        summed_up = CollectiveOperation("all-reduce", (axis,), *all_reduce([link], [size], held))
         return [summed_up, *([] if to == NONE else ordered(other, held / size))]
     if dim == PARTIAL:
-        scattered = Collective("reduce-scatter", (axis,), *reduce_scatter(link, size, held))
+        scattered = CollectiveOperation("reduce-scatter", (axis,), *reduce_scatter(link, size, held))
         return [scattered, *ordered(other, held / size)]
     if to == NONE:
-        gathered = Collective("all-gather", (axis,), *all_gather(link, size, held))
+        gathered = CollectiveOperation("all-gather", (axis,), *all_gather(link, size, held))
         return [*ordered(layout, held), gathered]
     if not hardware.all_to_all:
         return None
-    moved = Collective("all-to-all", (axis,), *all_to_all(link, size, held))
+    moved = CollectiveOperation("all-to-all", (axis,), *all_to_all(link, size, held))
     return [*ordered(layout, held), moved, *ordered(other, held)]
 
 
@@ -143,27 +143,27 @@ def _is_last(layout: Layout, axis: int) -> bool:
     return layout[axis] not in layout[axis + 1 :]
 
 
-def _permutation(layout: Layout, dim: int, held: float, mesh: DeviceMesh) -> Collective:
+def _permutation(layout: Layout, dim: int, held: float, mesh: DeviceMesh) -> CollectiveOperation:
     axes = tuple(axis for axis, d in enumerate(layout) if d == dim and mesh.sizes[axis] > 1)
     links = [mesh.links[axis] for axis in axes]
-    return Collective("collective-permute", axes, *permute(links, held))
+    return CollectiveOperation("collective-permute", axes, *permute(links, held))
 
 
 def _joint_sums(
     layout: Layout, held: float, mesh: DeviceMesh
-) -> Iterator[tuple[Layout, list[Collective]]]:
+) -> Iterator[tuple[Layout, list[CollectiveOperation]]]:
     """Sums along several axes at once."""
     terms = [axis for axis, dim in enumerate(layout) if dim == PARTIAL]
     for count in range(2, len(terms) + 1):
         for axes in itertools.combinations(terms, count):
             other = tuple(NONE if axis in axes else dim for axis, dim in enumerate(layout))
             links, sizes = [mesh.links[a] for a in axes], [mesh.sizes[a] for a in axes]
-            yield other, [Collective("all-reduce", axes, *all_reduce(links, sizes, held))]
+            yield other, [CollectiveOperation("all-reduce", axes, *all_reduce(links, sizes, held))]
 
 
 def _exchanges(
     layout: Layout, shape: Shape, held: float, mesh: DeviceMesh, hardware: Hardware
-) -> Iterator[tuple[Layout, list[Collective]]]:
+) -> Iterator[tuple[Layout, list[CollectiveOperation]]]:
     """Two axes that change their roles.
 
     If they have the same size, every device sends what it holds to one other. If the size of one is a
@@ -182,8 +182,8 @@ def _exchanges(
         links, part = [mesh.links[one], mesh.links[two]], large // small
         link = mesh.links[two]
 
-        def permuted(size: float, links: Sequence[Link] = links) -> Collective:
-            return Collective("collective-permute", (one, two), *permute(links, size))  # noqa: B023
+        def permuted(size: float, links: Sequence[Link] = links) -> CollectiveOperation:
+            return CollectiveOperation("collective-permute", (one, two), *permute(links, size))  # noqa: B023
 
         if part == 1:
             yield other, [permuted(held)]
@@ -192,12 +192,18 @@ def _exchanges(
         elif a == NONE:  # the smaller axis does: to their places, then the rest of each piece
             yield (
                 other,
-                [permuted(held), Collective("all-gather", (two,), *all_gather(link, part, held))],
+                [
+                    permuted(held),
+                    CollectiveOperation("all-gather", (two,), *all_gather(link, part, held)),
+                ],
             )
         elif hardware.all_to_all:
             yield (
                 other,
-                [Collective("all-to-all", (two,), *all_to_all(link, part, held)), permuted(held)],
+                [
+                    CollectiveOperation("all-to-all", (two,), *all_to_all(link, part, held)),
+                    permuted(held),
+                ],
             )
 
 
@@ -218,7 +224,7 @@ class Resharding:
         count = len(self.layouts)
         seconds = np.full((count, count), np.inf)
         np.fill_diagonal(seconds, 0.0)
-        self._steps: dict[tuple[int, int], list[Collective]] = {}
+        self._steps: dict[tuple[int, int], list[CollectiveOperation]] = {}
         self._after = np.tile(np.arange(count), (count, 1))
         for start, layout in enumerate(self.layouts):
             held = self.whole / pieces(layout, mesh.sizes)
@@ -237,7 +243,7 @@ class Resharding:
         self.seconds = quantised(seconds)
         """From each layout to each other one."""
 
-    def steps(self, start: Layout, end: Layout) -> Iterator[tuple[Layout, list[Collective]]]:
+    def steps(self, start: Layout, end: Layout) -> Iterator[tuple[Layout, list[CollectiveOperation]]]:
         """The moves on the cheapest way from one layout to another, and their collectives."""
         here, there = self.number[start], self.number[end]
         while here != there:
@@ -245,6 +251,6 @@ class Resharding:
             yield self.layouts[after], self._steps[here, after]
             here = after
 
-    def path(self, start: Layout, end: Layout) -> list[Collective]:
+    def path(self, start: Layout, end: Layout) -> list[CollectiveOperation]:
         """The collectives on the cheapest way from one layout to another."""
         return [c for _, found in self.steps(start, end) for c in found]

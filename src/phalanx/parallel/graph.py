@@ -21,7 +21,7 @@ COPIES = frozenset({"copy", "carry", "join"})
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """An operator of the program, or a tensor that the search chooses a layout for.
 
     Args:
@@ -86,7 +86,7 @@ class Graph:
         constants: the bytes of arrays that the program holds, which are whole on every device.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     edges: tuple[Edge, ...]
     notes: tuple[str, ...] = ()
     constants: float = 0.0
@@ -103,7 +103,7 @@ class Graph:
 
 
 def finished(
-    nodes: Sequence[Node],
+    nodes: Sequence[GraphNode],
     edges_: Sequence[Edge],
     remats: Sequence[int],
     notes: Sequence[str],
@@ -124,7 +124,7 @@ def finished(
     for edge in edges_:
         uses[edge.source, edge.result].append(edge)
     copies = {at: len(found) > 1 and nodes[at[0]].kind not in COPIES for at, found in uses.items()}
-    order: list[tuple[Node, int]] = []
+    order: list[tuple[GraphNode, int]] = []
     place: dict[int, int] = {}
     copy_place: dict[tuple[int, int], int] = {}
     for number, node in enumerate(nodes):
@@ -137,7 +137,7 @@ def finished(
                 active = any(e.backward for e in uses[number, result])
                 key = f"{node.key}.{result}" if result else node.key
                 order.append(
-                    (Node(f"{key}:copy", "copy", operator, node.times, active), remats[number])
+                    (GraphNode(f"{key}:copy", "copy", operator, node.times, active), remats[number])
                 )
     edges = []
     for at, found in uses.items():
@@ -157,8 +157,8 @@ def finished(
 
 
 def _keeping(
-    nodes: list[Node], edges: list[Edge], regions: Sequence[int]
-) -> tuple[list[Node], list[Edge]]:
+    nodes: list[GraphNode], edges: list[Edge], regions: Sequence[int]
+) -> tuple[list[GraphNode], list[Edge]]:
     """Mark what stays in memory until the gradient needs it.
 
     A tensor with one use stays in the layout of that use. One with several stays as the copy that they

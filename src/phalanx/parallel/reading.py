@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.parallel.graph import INPUT, OUTPUT, PARAMETER, Edge, Graph, Node, finished, runs
+from phalanx.parallel.graph import INPUT, OUTPUT, PARAMETER, Edge, Graph, GraphNode, finished, runs
 from phalanx.parallel.layout import NONE
 from phalanx.parallel.operators import OPAQUE, describe
 from phalanx.parallel.operators.base import Equation, Operator, Spec, free_dims, spec_of
@@ -45,24 +45,26 @@ def read(
         parameters: which of the inputs are trained.
         training: whether its gradient is computed too.
     """
-    reader = Reader(training)
+    reader = ProgramReader(training)
     jaxpr = closed.jaxpr
     refs: list[Ref | None] = []
     for i, (var, name) in enumerate(zip(jaxpr.invars, names, strict=True)):
         kind = PARAMETER if i in parameters else INPUT
         spec = spec_of(var.aval)
         active = training and kind == PARAMETER and spec.is_floating
-        refs.append(reader.stand_in(kind, name, spec, [], Scope(place=("input", i)), active))
-    outs = reader.walk(jaxpr, [None] * len(jaxpr.constvars), refs, Scope())
+        refs.append(reader.stand_in(kind, name, spec, [], ProgramScope(place=("input", i)), active))
+    outs = reader.walk(jaxpr, [None] * len(jaxpr.constvars), refs, ProgramScope())
     for i, (var, name, ref) in enumerate(zip(jaxpr.outvars, results, outs, strict=True)):
         active = ref is not None and ref.active
-        reader.stand_in(OUTPUT, name, spec_of(var.aval), [ref], Scope(place=("output", i)), active)
+        reader.stand_in(
+            OUTPUT, name, spec_of(var.aval), [ref], ProgramScope(place=("output", i)), active
+        )
     constants = sum(float(getattr(x, "nbytes", 0)) for x in closed.consts)
     return finished(reader.nodes, reader.edges, reader.remats, reader.notes, constants, training)
 
 
 @dataclass(frozen=True)
-class Scope:
+class ProgramScope:
     """Where in the program the reader is."""
 
     path: str = ""
@@ -70,11 +72,11 @@ class Scope:
     remat: int = 0
     place: tuple[Any, ...] = ()
 
-    def at(self, *place: Any) -> Scope:
+    def at(self, *place: Any) -> ProgramScope:
         """The same, further inside the program."""
         return replace(self, place=(*self.place, *place))
 
-    def inside(self, name: str) -> Scope:
+    def inside(self, name: str) -> ProgramScope:
         """The same, under another name."""
         return replace(self, path="/".join(part for part in (self.path, name) if part))
 
@@ -95,11 +97,11 @@ REMAT = frozenset({"remat", "remat2", "checkpoint"})
 
 
 @dataclass
-class Reader:
+class ProgramReader:
     """Reads programs; the nodes and edges that it has found so far."""
 
     training: bool
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[GraphNode] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     remats: list[int] = field(default_factory=list)
@@ -107,7 +109,7 @@ class Reader:
     seen: Counter[str] = field(default_factory=Counter)
     regions: int = 0
 
-    def add(self, node: Node, sources: Sequence[Ref | None], remat: int = 0) -> int:
+    def add(self, node: GraphNode, sources: Sequence[Ref | None], remat: int = 0) -> int:
         """A new node, with edges from what it uses; its number."""
         count = self.seen[node.key]
         self.seen[node.key] += 1
@@ -138,17 +140,21 @@ class Reader:
         name: str,
         spec: Spec,
         sources: Sequence[Ref | None],
-        scope: Scope,
+        scope: ProgramScope,
         active: bool,
     ) -> Ref:
         """A node that stands for a tensor."""
         operator = standing_for(kind, spec, len(sources))
-        node = Node(name, kind, operator, scope.times, active, place=scope.place)
+        node = GraphNode(name, kind, operator, scope.times, active, place=scope.place)
         number = self.add(node, sources, scope.remat)
         return Ref(number, 0, scope.times, active)
 
     def walk(
-        self, jaxpr: Any, constants: Sequence[Ref | None], inputs: Sequence[Ref | None], scope: Scope
+        self,
+        jaxpr: Any,
+        constants: Sequence[Ref | None],
+        inputs: Sequence[Ref | None],
+        scope: ProgramScope,
     ) -> list[Ref | None]:
         """Read the equations of a jaxpr; the tensors that it returns."""
         known: dict[Any, Ref | None] = {}
@@ -164,7 +170,9 @@ class Reader:
             known.update(zip(eqn.outvars, outs, strict=True))
         return [ref(atom) for atom in jaxpr.outvars]
 
-    def equation(self, eqn: Any, operands: Sequence[Ref | None], scope: Scope) -> list[Ref | None]:
+    def equation(
+        self, eqn: Any, operands: Sequence[Ref | None], scope: ProgramScope
+    ) -> list[Ref | None]:
         """Read one equation; its results."""
         name = eqn.primitive.name
         if name in CALLS and CALLS[name] in eqn.params:
@@ -199,14 +207,14 @@ class Reader:
         key: str,
         operator: Operator,
         operands: Sequence[Ref | None],
-        scope: Scope,
+        scope: ProgramScope,
         constraint: Any = None,
     ) -> list[Ref | None]:
         gradients = sum(r is not None and r.active for r in operands)
         active = gradients > 0 and operator.name != "stop_gradient"
         again = self.training and scope.remat > 0
         constraint = constraint if operator.name == "sharding_constraint" else None
-        node = Node(
+        node = GraphNode(
             key,
             "operator",
             operator,
@@ -223,7 +231,7 @@ class Reader:
             for i, spec in enumerate(operator.result_specs)
         ]
 
-    def _call(self, eqn: Any, operands: Sequence[Ref | None], scope: Scope) -> list[Ref | None]:
+    def _call(self, eqn: Any, operands: Sequence[Ref | None], scope: ProgramScope) -> list[Ref | None]:
         name = eqn.primitive.name
         inner = eqn.params[CALLS[name]]
         if name in REMAT:
@@ -233,11 +241,13 @@ class Reader:
             scope = scope.inside(eqn.params.get("name") or "")
         return self._inline(inner, operands, scope)
 
-    def _inline(self, inner: Any, operands: Sequence[Ref | None], scope: Scope) -> list[Ref | None]:
+    def _inline(
+        self, inner: Any, operands: Sequence[Ref | None], scope: ProgramScope
+    ) -> list[Ref | None]:
         jaxpr = getattr(inner, "jaxpr", inner)
         return self.walk(jaxpr, [None] * len(jaxpr.constvars), operands, scope)
 
-    def _scan(self, eqn: Any, operands: Sequence[Ref | None], scope: Scope) -> list[Ref | None]:
+    def _scan(self, eqn: Any, operands: Sequence[Ref | None], scope: ProgramScope) -> list[Ref | None]:
         consts, carries = compat.scan_counts(eqn)
         body = replace(scope.inside("scan"), times=scope.times * eqn.params["length"])
         specs = [spec_of(atom.aval) for atom in eqn.invars]
@@ -257,7 +267,7 @@ class Reader:
         return [*(replace(ref, times=scope.times) for ref in carried), *stacks]
 
     def _carried(
-        self, refs: Sequence[Ref | None], specs: Sequence[Spec], active: bool, body: Scope
+        self, refs: Sequence[Ref | None], specs: Sequence[Spec], active: bool, body: ProgramScope
     ) -> list[Ref]:
         """The tensors that a loop carries: from outside at first, then from the end of each round."""
         path = body.inside("carry").path
@@ -272,7 +282,9 @@ class Reader:
         for carry, out in zip(carried, outs, strict=True):
             self.connect(out, carry.node, 1)
 
-    def _between(self, name: str, ref: Ref | None, spec: Spec, scope: Scope, body: Scope) -> Ref | None:
+    def _between(
+        self, name: str, ref: Ref | None, spec: Spec, scope: ProgramScope, body: ProgramScope
+    ) -> Ref | None:
         """A row of a tensor for each round, or the tensor of all rows, never cut along the rounds."""
         if ref is None:
             return None
@@ -292,14 +304,14 @@ class Reader:
             free=name == "stack",
         )
         key = body.inside(name).path
-        node = Node(
+        node = GraphNode(
             key, "operator", operator, body.times, ref.active, int(ref.active), place=body.place
         )
         number = self.add(node, [], body.remat)
         self.connect(ref, number, 0, scope.times if name == "unstack" else body.times)
         return Ref(number, 0, body.times if name == "unstack" else scope.times, ref.active)
 
-    def _while(self, eqn: Any, operands: Sequence[Ref | None], scope: Scope) -> list[Ref | None]:
+    def _while(self, eqn: Any, operands: Sequence[Ref | None], scope: ProgramScope) -> list[Ref | None]:
         tests, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         scope = scope.inside("while")
         first = tests + consts
@@ -313,7 +325,7 @@ class Reader:
         self._close(carried, outs)
         return list(carried)
 
-    def _cond(self, eqn: Any, operands: Sequence[Ref | None], scope: Scope) -> list[Ref | None]:
+    def _cond(self, eqn: Any, operands: Sequence[Ref | None], scope: ProgramScope) -> list[Ref | None]:
         branches = eqn.params["branches"]
         part = replace(scope.inside("cond"), times=scope.times / len(branches))
         outs = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.parallel.cost import TIE_PRICE, Collective, Resharding, Table, quantised
-from phalanx.parallel.graph import INPUT, PARAMETER, Edge, Graph, Node
+from phalanx.parallel.cost import TIE_PRICE, CollectiveOperation, Resharding, Table, quantised
+from phalanx.parallel.graph import INPUT, PARAMETER, Edge, Graph, GraphNode
 from phalanx.parallel.hardware import Hardware
 from phalanx.parallel.layout import Layout, pieces, summed
 from phalanx.parallel.mesh import DeviceMesh
@@ -118,7 +118,7 @@ class Tables:
             self._reshardings[key] = Resharding(spec.shape, spec.itemsize, self.mesh, self.hardware)
         return self._reshardings[key]
 
-    def unary(self, node: Node, options: Strategies) -> tuple[Table, Table, Table]:
+    def unary(self, node: GraphNode, options: Strategies) -> tuple[Table, Table, Table]:
         """For each strategy: its seconds with the price of ties, its bytes, its seconds alone."""
         key = (
             *(node.operator, node.kind, node.times, node.gradients, node.again, node.active),
@@ -130,7 +130,7 @@ class Tables:
             self._unary[key] = quantised(seconds + TIE_PRICE * held), held, seconds
         return self._unary[key]
 
-    def _seconds(self, node: Node, options: Strategies) -> Table:
+    def _seconds(self, node: GraphNode, options: Strategies) -> Table:
         operator = node.operator
         if node.kind == PARAMETER and self.accounting.training and operator.result_specs[0].is_floating:
             # The update reads all copies, and writes all but the gradient.
@@ -156,7 +156,7 @@ class Tables:
             runs += node.gradients if operator.flops else 1.0
         return once * runs * node.times
 
-    def _held(self, node: Node, options: Strategies) -> Table:
+    def _held(self, node: GraphNode, options: Strategies) -> Table:
         spec = node.operator.result_specs[0] if node.operator.result_specs else None
         if node.kind == PARAMETER and spec is not None:
             copies = self.accounting.copies if spec.is_floating else 1.0
@@ -228,7 +228,9 @@ class Tables:
             self._numbers[key] = np.asarray([ways.number[layout] for layout in layouts])
         return self._numbers[key]
 
-    def collectives(self, e: Edge, source: int, target: int) -> list[tuple[str, float, Collective]]:
+    def collectives(
+        self, e: Edge, source: int, target: int
+    ) -> list[tuple[str, float, CollectiveOperation]]:
         """The collectives on an edge: the phase, how often each runs, and what it is."""
         if not self.mesh.sizes:
             return []

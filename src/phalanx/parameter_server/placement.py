@@ -19,7 +19,7 @@ from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer
 
-__all__ = ["Placement", "Servers", "VariablePlan", "shard_count"]
+__all__ = ["Placement", "VariablePlacer", "VariablePlan", "shard_count"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class VariablePlan:
 Placement = str | Callable[[VariablePlan], int] | None
 
 
-class Servers:
+class VariablePlacer:
     """Chooses servers for new variables.
 
     Args:

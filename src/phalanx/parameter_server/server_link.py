@@ -36,7 +36,7 @@ _LARGEST_NUMBER = 0xFFFFFFFF
 
 
 @dataclass(eq=False)
-class Request:
+class ServerRequest:
     """What was asked of a server; kept until there is an answer."""
 
     buffers: list[Any]
@@ -74,7 +74,7 @@ class ServerLink:
         self._lane: Lane | None = None
         self._may_have_lane = True
         self._number = 0
-        self.pending: deque[Request] = deque()
+        self.pending: deque[ServerRequest] = deque()
         """Requests without an answer."""
         self.bytes_in = self.bytes_out = 0
 
@@ -87,7 +87,7 @@ class ServerLink:
 
     def ask(self, buffers: list[Any], then: Callable[[Any], None], *, hold: bool = False) -> None:
         """Send a request, now or with the next one; `then` gets the buffers of its answer."""
-        request = Request(buffers, then)
+        request = ServerRequest(buffers, then)
         size = 0
         for buffer in buffers:
             size += len(buffer)
@@ -167,7 +167,7 @@ class ServerLink:
             self._lane.release(request.mark)
         request.then(message.buffers)
 
-    def _laned(self, request: Request) -> list[Any]:
+    def _laned(self, request: ServerRequest) -> list[Any]:
         """What to send of a large request: where its arrays are, if the server can look there."""
         if self._lane is None and self._may_have_lane:
             self._offer_lane()

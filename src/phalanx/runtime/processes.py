@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
-__all__ = ["is_alive"]
+__all__ = ["is_alive", "redirected"]
 
 
 def is_alive(pid: int) -> bool:
@@ -20,3 +22,19 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+@contextlib.contextmanager
+def redirected(descriptor: int, target: int) -> Iterator[None]:
+    """Let what native code writes to a descriptor, if there is one, go to another."""
+    try:
+        kept = os.dup(descriptor)
+    except OSError:  # there is none
+        yield
+        return
+    try:
+        os.dup2(target, descriptor)
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -17,9 +17,6 @@ from phalanx.core.variables import ResourceVariable, Variable
 from phalanx.errors import ContextError
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.input import DistributesInput
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class DefaultReplicaContext(ReplicaContext):
@@ -98,13 +95,8 @@ class _DefaultScope:
             )
         return self._strategy
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        return None
+    def __exit__(self, *exc_info: object) -> None:
+        pass
 
 
 def default_mode() -> ctx.Mode:

@@ -28,7 +28,7 @@ from phalanx.core.values import PerReplica
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
 from phalanx.errors import DivergenceError, InvalidValueError
-from phalanx.job.bootstrap import Connection
+from phalanx.job.bootstrap import JobConnection
 from phalanx.job.connection import connect_once
 from phalanx.runtime import compat
 from phalanx.runtime.devices import default_devices, device_name
@@ -113,7 +113,7 @@ class MultiWorkerMirroredStrategy(OldMultiWorkerMirroredStrategy):
         self._start(cluster_resolver, as_communication_options(communication_options))
 
 
-def _connect(resolver: ClusterResolver, options: CommunicationOptions) -> Connection | None:
+def _connect(resolver: ClusterResolver, options: CommunicationOptions) -> JobConnection | None:
     """Meet the other workers; None if this process works alone."""
     spec = resolver.cluster_spec()
     task_type, task_id = resolver.task_type, resolver.task_id
@@ -139,7 +139,7 @@ class MultiWorkerExtended(MirroredExtended):
     """What `MultiWorkerMirroredStrategy` does on one of several workers."""
 
     def __init__(
-        self, container_strategy: Strategy, connection: Connection, options: CommunicationOptions
+        self, container_strategy: Strategy, connection: JobConnection, options: CommunicationOptions
     ) -> None:
         span = tuple(sorted(jax.devices(), key=lambda d: (d.process_index, d.id)))
         local = tuple(d for d in span if d.process_index == jax.process_index())

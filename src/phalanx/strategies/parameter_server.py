@@ -28,7 +28,7 @@ from phalanx.parameter_server.closure import current_closure, servers_in_turn, u
 from phalanx.parameter_server.options import ParameterServerOptions
 from phalanx.parameter_server.placement import (
     Placement,
-    Servers,
+    VariablePlacer,
     check_partitioner,
     known_shape,
     parts_of,
@@ -158,7 +158,7 @@ class ParameterServerExtended(ReplicatedExtended):
         self.num_servers = roles.task_count(spec, "ps")
         """How many servers hold variables."""
         self._variable_partitioner = partitioner
-        self._servers = Servers(self.num_servers, placement)
+        self._servers = VariablePlacer(self.num_servers, placement)
         self._cluster = spec
         self._session: Session | None = None
         self._connection: ServerConnections | None = None
@@ -262,11 +262,7 @@ class ParameterServerExtended(ReplicatedExtended):
 class WorkersDataset:
     """A dataset that each worker reads on its own, given to `create_per_worker_dataset`.
 
-    Args:
-        strategy: the strategy.
-        dataset: the dataset, or None.
-        dataset_fn: what makes it on the worker, or None.
-        options: how input is read.
+    It is a dataset, or a function that makes one on the worker.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ class Copy:
             os.close(stdout)
             os.close(stderr)
             theirs.close()
-        guard_program.brand(self.pid, self._mark)
+        guard_program.mark_process(self.pid, self._mark)
         guard.watch(self.pid)
         self.exit_fd = self._status.fileno()
         for fd in (self.stdout, self.stderr):

@@ -18,7 +18,7 @@ from phalanx.core.variables import Variable
 from phalanx.errors import ContextError, InvalidArgumentError, InvalidTypeError, InvalidValueError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
-from phalanx.train.checkpoint_files import Saved, Source, is_checkpoint, write
+from phalanx.train.checkpoint_files import ArraySource, Saved, is_checkpoint, write
 from phalanx.train.trackables import found, is_position
 
 __all__ = ["Checkpoint", "CheckpointStatus", "latest_checkpoint", "list_variables"]
@@ -144,7 +144,7 @@ class Checkpoint:
         things = self._found()
         variables = {name: thing for name, thing in things.items() if isinstance(thing, Variable)}
 
-        def read() -> tuple[dict[str, Source], dict[str, Any]]:
+        def read() -> tuple[dict[str, ArraySource], dict[str, Any]]:
             positions = {name: thing.state() for name, thing in things.items() if is_position(thing)}
             return {name: _source(variable) for name, variable in variables.items()}, positions
 
@@ -258,14 +258,14 @@ def path_of(given: Any) -> Path:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def _source(variable: Variable) -> Source:
+def _source(variable: Variable) -> ArraySource:
     """How a variable is written; one that is in parts is never whole in this process."""
     parts = getattr(variable, "parts", None)
     shape, dtype = tuple(int(n) for n in variable.shape), jnp.dtype(variable.dtype).name
     if parts is not None:
-        return Source(shape, dtype, partial(_states, [part for part, _ in parts]))
+        return ArraySource(shape, dtype, partial(_states, [part for part, _ in parts]))
     state = variable.state()
-    return Source(tuple(state.shape), jnp.dtype(state.dtype).name, lambda: [np.asarray(state)])
+    return ArraySource(tuple(state.shape), jnp.dtype(state.dtype).name, lambda: [np.asarray(state)])
 
 
 def _states(variables: list[Variable]) -> Iterable[np.ndarray[Any, Any]]:

@@ -26,7 +26,7 @@ from phalanx.errors import DataLossError, NotFoundError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.processes import is_alive
 
-__all__ = ["Entry", "Saved", "Source", "is_checkpoint", "remove", "remove_leftovers", "write"]
+__all__ = ["ArrayEntry", "ArraySource", "Saved", "is_checkpoint", "remove", "remove_leftovers", "write"]
 
 Array = np.ndarray[Any, Any]
 
@@ -38,7 +38,7 @@ _PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
-class Source:
+class ArraySource:
     """An array to write.
 
     Args:
@@ -53,7 +53,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ArrayEntry:
     """An array of a checkpoint: what it is, where it lies, and its checksum."""
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Entry:
     checksum: int
 
 
-def write(path: Path, arrays: Mapping[str, Source], values: Mapping[str, Any]) -> None:
+def write(path: Path, arrays: Mapping[str, ArraySource], values: Mapping[str, Any]) -> None:
     """Write a checkpoint; one that is there is replaced.
 
     Args:
@@ -145,7 +145,7 @@ class Saved:
         self.values: dict[str, Any] = body["values"]
         """Small values by name."""
         self.entries = {
-            name: Entry(**{**fields, "shape": tuple(fields["shape"])})
+            name: ArrayEntry(**{**fields, "shape": tuple(fields["shape"])})
             for name, fields in body["arrays"].items()
         }
         """The arrays by name."""
@@ -175,14 +175,14 @@ class Saved:
         )
 
 
-def _write_array(file: BinaryIO, source: Source) -> Entry:
+def _write_array(file: BinaryIO, source: ArraySource) -> ArrayEntry:
     file.write(bytes(-file.tell() % _ALIGNMENT))
     offset, checksum = file.tell(), 0
     for piece in source.pieces():
         data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
         checksum = _checksum(data, checksum)
         file.write(data.data)
-    return Entry(source.shape, source.dtype, offset, file.tell() - offset, checksum)
+    return ArrayEntry(source.shape, source.dtype, offset, file.tell() - offset, checksum)
 
 
 def _checksum(data: Array, checksum: int = 0) -> int:

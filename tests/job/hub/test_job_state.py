@@ -8,8 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from phalanx import errors
 from phalanx.job.hub.descriptions import Failure, Task
-from phalanx.job.hub.job_state import STACK_PATIENCE, JobState
+from phalanx.job.hub.job_state import JobState
 from phalanx.job.hub.program_order import CODE, UNKNOWN
+from phalanx.job.hub.stack_requests import STACK_PATIENCE
 from phalanx.net.framing import Limits, Message, encode
 
 
@@ -29,13 +30,12 @@ class Job:
         self.state = JobState(tasks(count))
         self.now = 0.0
         self.inbox = {peer: [] for peer in range(100)}
-        self.events = []
         for rank in range(count if joined is None else joined):
             self.say(rank, join(rank, **about))
 
     def take(self, out):
         for peer, message in out:
-            (self.events if peer is None else self.inbox[peer]).append(message)
+            self.inbox[peer].append(message)
         return out
 
     def say(self, peer, message):
@@ -203,7 +203,6 @@ def test_the_first_failure_counts():
     job.take(job.state.lost(1, 1.0))
     job.say(2, {"type": "fail", "kind": "raised", "text": "an echo"})
     assert job.failures(0) == job.failures(2) == ["boom"]
-    assert [m["text"] for m in job.events if m["type"] == "later"][-1] == "an echo"
 
 
 # -- exchanges and signatures ----------------------------------------------------------------------

@@ -7,14 +7,14 @@ import signal
 import pytest
 from hypothesis import given, strategies as st
 
-from phalanx.job.launch.exit_policy import Ending, Patience, Reason
+from phalanx.job.launch.exit_policy import EndReason, ExitPolicy, Patience
 from phalanx.job.launch.worker_process import shell_code
 
 INT, TERM, KILL = int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGKILL)
 PATIENCE = Patience(peers=3, interrupt=5, terminate=10, kill=5)
 
 
-def signals_until_over(ending: Ending, now: float) -> list[tuple[float, int]]:
+def signals_until_over(ending: ExitPolicy, now: float) -> list[tuple[float, int]]:
     """What the processes get if none of them ever ends."""
     sent = []
     while not ending.over(now):
@@ -26,7 +26,7 @@ def signals_until_over(ending: Ending, now: float) -> list[tuple[float, int]]:
 
 
 def test_all_succeed() -> None:
-    ending = Ending([True, True], PATIENCE)
+    ending = ExitPolicy([True, True], PATIENCE)
     ending.exited(0, 0, now=1.0)
     assert not ending.over(1.0)
     assert ending.signal(1.0) == 0
@@ -36,7 +36,7 @@ def test_all_succeed() -> None:
 
 
 def test_the_first_failure_decides_and_the_others_get_time() -> None:
-    ending = Ending([True] * 3, PATIENCE)
+    ending = ExitPolicy([True] * 3, PATIENCE)
     ending.exited(2, 7, now=0.0)
     ending.exited(1, 9, now=0.5)
     assert signals_until_over(ending, 0.5) == [(3.5, TERM), (13.5, KILL)]
@@ -47,21 +47,21 @@ def test_the_first_failure_decides_and_the_others_get_time() -> None:
 
 
 def test_each_process_has_restarts_of_its_own() -> None:
-    ending = Ending([True, False], PATIENCE, restarts=[1, 2])
+    ending = ExitPolicy([True, False], PATIENCE, restarts=[1, 2])
     for count in (1, 2):
         ending.exited(1, 7, now=0.0)
         assert ending.goes_on(1)
         assert ending.restarted == [0, count]
     ending.exited(1, 7, now=1.0)
     assert not ending.goes_on(1)
-    assert ending.reason is Reason.FAILURE
+    assert ending.reason is EndReason.FAILURE
     ending.exited(0, 8, now=1.0)  # which is not started again: the job ends
     assert ending.over(1.0)
     assert ending.exit_code == 7
 
 
 def test_who_has_succeeded_is_not_started_again() -> None:
-    ending = Ending([True, False], PATIENCE, restarts=[3, 3])
+    ending = ExitPolicy([True, False], PATIENCE, restarts=[3, 3])
     ending.exited(1, 0, now=0.0)
     assert not ending.goes_on(1)
     ending.exited(0, 0, now=1.0)
@@ -69,42 +69,42 @@ def test_who_has_succeeded_is_not_started_again() -> None:
 
 
 def test_the_job_goes_on_as_long_as_one_of_the_expendable_is_left() -> None:
-    ending = Ending([True, False, False], PATIENCE, expendable=[False, True, True])
+    ending = ExitPolicy([True, False, False], PATIENCE, expendable=[False, True, True])
     ending.exited(2, 9, now=0.0)
     assert ending.reason is None
     ending.exited(0, 0, now=1.0)
     assert ending.signal(1.0) == TERM
     ending.exited(1, -TERM, now=2.0)
     assert ending.exit_code == 0
-    ending = Ending([True, False, False], PATIENCE, expendable=[False, True, True])
+    ending = ExitPolicy([True, False, False], PATIENCE, expendable=[False, True, True])
     ending.exited(2, 9, now=0.0)
     ending.exited(1, 4, now=0.0)
-    assert ending.reason is Reason.FAILURE
+    assert ending.reason is EndReason.FAILURE
     assert ending.first_failure == 1
 
 
 def test_those_who_are_left_have_time_to_finish() -> None:
-    ending = Ending([True, False], Patience(finish=60, kill=5))
+    ending = ExitPolicy([True, False], Patience(finish=60, kill=5))
     ending.exited(0, 0, now=0.0)
     assert signals_until_over(ending, 0.0) == [(0.0, TERM), (60.0, KILL)]
 
 
 @pytest.mark.parametrize(("code", "expected"), [(1, 1), (-9, 137), (-6, 134), (255, 255)])
 def test_codes_as_a_shell_has_them(code: int, expected: int) -> None:
-    ending = Ending([True], PATIENCE)
+    ending = ExitPolicy([True], PATIENCE)
     ending.exited(0, code, now=0.0)
     assert ending.exit_code == expected
 
 
 def test_ctrl_c_becomes_stronger_with_time() -> None:
-    ending = Ending([True], PATIENCE)
+    ending = ExitPolicy([True], PATIENCE)
     ending.interrupt(INT, now=1.0)
     assert signals_until_over(ending, 1.0) == [(1.0, INT), (6.0, TERM), (16.0, KILL)]
     assert ending.exit_code == 130
 
 
 def test_ctrl_c_again_is_stronger_at_once() -> None:
-    ending = Ending([True], PATIENCE)
+    ending = ExitPolicy([True], PATIENCE)
     sent = []
     for now in (1.0, 1.1, 1.2):
         ending.interrupt(INT, now)
@@ -113,14 +113,14 @@ def test_ctrl_c_again_is_stronger_at_once() -> None:
 
 
 def test_other_signals_begin_with_sigterm() -> None:
-    ending = Ending([True], PATIENCE)
+    ending = ExitPolicy([True], PATIENCE)
     ending.interrupt(int(signal.SIGHUP), now=0.0)
     assert signals_until_over(ending, 0.0) == [(0.0, TERM), (10.0, KILL)]
     assert ending.exit_code == 129
 
 
 def test_processes_that_end_well_after_ctrl_c_have_succeeded() -> None:
-    ending = Ending([True, True], PATIENCE)
+    ending = ExitPolicy([True, True], PATIENCE)
     ending.interrupt(INT, now=0.0)
     ending.exited(0, 0, now=0.1)
     ending.exited(1, 0, now=0.2)
@@ -128,7 +128,7 @@ def test_processes_that_end_well_after_ctrl_c_have_succeeded() -> None:
 
 
 def test_a_failure_before_ctrl_c_keeps_its_code() -> None:
-    ending = Ending([True, True], PATIENCE)
+    ending = ExitPolicy([True, True], PATIENCE)
     ending.exited(0, 4, now=0.0)
     ending.interrupt(INT, now=1.0)
     assert ending.signal(1.0) == INT
@@ -137,7 +137,7 @@ def test_a_failure_before_ctrl_c_keeps_its_code() -> None:
 
 
 def test_timeouts() -> None:
-    ending = Ending([True, True], PATIENCE)
+    ending = ExitPolicy([True, True], PATIENCE)
     ending.exited(0, 0, now=1.0)
     ending.timeout(now=5.0)
     assert signals_until_over(ending, 5.0) == [(5.0, TERM), (15.0, KILL)]
@@ -145,7 +145,7 @@ def test_timeouts() -> None:
 
 
 def test_servers_are_ended_when_the_workers_are_done() -> None:
-    ending = Ending([True, False], PATIENCE)
+    ending = ExitPolicy([True, False], PATIENCE)
     ending.exited(0, 0, now=1.0)
     assert not ending.over(1.0)
     assert ending.signal(1.0) == TERM
@@ -155,14 +155,14 @@ def test_servers_are_ended_when_the_workers_are_done() -> None:
 
 
 def test_servers_that_fail_fail_the_job() -> None:
-    ending = Ending([True, False], PATIENCE)
+    ending = ExitPolicy([True, False], PATIENCE)
     ending.exited(1, 3, now=0.5)
     ending.exited(0, 0, now=1.0)
     assert ending.exit_code == 3
 
 
 def test_hurrying_the_end_of_servers_is_no_failure() -> None:
-    ending = Ending([True, False], PATIENCE)
+    ending = ExitPolicy([True, False], PATIENCE)
     ending.exited(0, 0, now=1.0)
     assert ending.signal(1.0) == TERM
     ending.interrupt(INT, now=1.1)
@@ -181,7 +181,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(EVENTS, max_size=12), st.lists(st.booleans(), min_size=3, max_size=3))
 def test_whatever_happens(events: list[tuple[str, int, int]], essential: list[bool]) -> None:
-    ending = Ending(essential, PATIENCE)
+    ending = ExitPolicy(essential, PATIENCE)
     now, sent = 0.0, []
     for kind, index, value in events:
         now += 0.5
@@ -197,7 +197,7 @@ def test_whatever_happens(events: list[tuple[str, int, int]], essential: list[bo
     if ending.reason is not None:  # then it ends, even if no process ever does
         sent += [signum for _, signum in signals_until_over(ending, now)]
     strength = [(INT, TERM, KILL).index(s) for s in sent if s]
-    restarted = ending.reason is Reason.INTERRUPT
+    restarted = ending.reason is EndReason.INTERRUPT
     assert restarted or strength == sorted(set(strength))
     assert (ending.exit_code == 0) == ending.succeeded
     if all(code == 0 for code in ending.codes):

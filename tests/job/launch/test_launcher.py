@@ -16,9 +16,9 @@ from tests.processes import wait_gone
 
 from phalanx.job.hub.descriptions import Failure, Task
 from phalanx.job.hub.server import Hub
-from phalanx.job.launch.exit_policy import Patience, Reason
+from phalanx.job.launch.exit_policy import EndReason, Patience
 from phalanx.job.launch.launcher import Hosts, Job, JobOutcome, _judge, run_job
-from phalanx.job.launch.process_group import Outcome
+from phalanx.job.launch.process_group import GroupOutcome
 from phalanx.job.launch.task_environment import job_tasks
 from phalanx.job.observer import Observer
 from phalanx.job.registry import running_jobs
@@ -307,14 +307,14 @@ def test_the_hub_knows_better_who_failed_first() -> None:
     tasks = job_tasks(3)
     tails = [["victim"], ["Traceback (most recent call last):", "E: x"], []]
     by_itself = [True, True, False]
-    gang = Outcome(1, [1, 9, -15], Reason.FAILURE, 0, by_itself, tails)
-    plain = _judge(tasks, gang, None)
+    processes = GroupOutcome(1, [1, 9, -15], EndReason.FAILURE, 0, by_itself, tails)
+    plain = _judge(tasks, processes, None)
     assert (plain.culprit, plain.exit_code) == (tasks[0], 1)
-    blamed = _judge(tasks, gang, Failure("raised", "…", "worker 1"))
+    blamed = _judge(tasks, processes, Failure("raised", "…", "worker 1"))
     assert (blamed.culprit, blamed.exit_code, blamed.report) == (tasks[1], 9, tails[1])
-    ended_by_us = _judge(tasks, gang, Failure("deadline", "…", "worker 2"))
+    ended_by_us = _judge(tasks, processes, Failure("deadline", "…", "worker 2"))
     assert (ended_by_us.culprit, ended_by_us.exit_code) == (tasks[2], 1)
-    unknown = _judge(tasks, gang, Failure("mismatch", "…", ""))
+    unknown = _judge(tasks, processes, Failure("mismatch", "…", ""))
     assert unknown.culprit == tasks[0]
 
 
@@ -359,7 +359,7 @@ def test_jobs_on_hosts(ssh: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "both")
     outcome = run_job(remote_job(program, ssh, "me@a,b:7", cwd=str(tmp_path)), view)
     assert outcome.exit_code == 128 + signal.SIGKILL
-    assert outcome.gang.codes == [128 + signal.SIGTERM, 128 + signal.SIGKILL]
+    assert outcome.processes.codes == [128 + signal.SIGTERM, 128 + signal.SIGKILL]
     words = [line.split() for line in view.printed() if line.startswith("pids")]
     others = [line for line in view.printed() if not line.startswith("pids")]
     assert others == [f"yes {{'worker': ['a:12300', 'b:7']}} {tmp_path}"] * 2

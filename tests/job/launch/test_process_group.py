@@ -15,8 +15,8 @@ from tests.processes import wait_gone
 
 import phalanx as px
 from phalanx.job.launch import guard
-from phalanx.job.launch.exit_policy import Ending, Patience, Reason
-from phalanx.job.launch.process_group import Command, Interrupts, Outcome, run_gang
+from phalanx.job.launch.exit_policy import EndReason, ExitPolicy, Patience
+from phalanx.job.launch.process_group import Command, GroupOutcome, Interrupts, run_process_group
 from phalanx.job.launch.worker_process import Guard, Process
 
 QUICK = Patience(peers=0.2, interrupt=0.5, terminate=0.5, kill=5)
@@ -50,9 +50,9 @@ def commands(*programs: str) -> list[Command]:
     ]
 
 
-def run(*programs: str, lines: Lines | None = None, **options: object) -> tuple[Outcome, Lines]:
+def run(*programs: str, lines: Lines | None = None, **options: object) -> tuple[GroupOutcome, Lines]:
     lines = lines or Lines()
-    outcome = run_gang(commands(*programs), lines, patience=QUICK, **options)  # type: ignore[arg-type]
+    outcome = run_process_group(commands(*programs), lines, patience=QUICK, **options)  # type: ignore[arg-type]
     return outcome, lines
 
 
@@ -123,11 +123,11 @@ def test_children_without_an_environment_do_not_stay_either() -> None:
 def test_the_timeout() -> None:
     outcome, _ = run(WAIT, "pass", timeout=0.3)
     assert outcome.exit_code == 124
-    assert outcome.reason is Reason.TIMEOUT
+    assert outcome.reason is EndReason.TIMEOUT
 
 
 def test_servers_are_ended_at_the_end() -> None:
-    outcome, _ = run("pass", WAIT, ending=Ending([True, False], QUICK))
+    outcome, _ = run("pass", WAIT, ending=ExitPolicy([True, False], QUICK))
     assert outcome.exit_code == 0
     assert outcome.codes == [0, -signal.SIGTERM]
 
@@ -157,7 +157,7 @@ def test_ctrl_c_reaches_all() -> None:
     with Interrupts() as interrupts:
         lines = interrupt_when_all_are_there(2, signal.SIGINT)
         outcome, _ = run(clean, READY + WAIT, lines=lines, interrupts=interrupts)
-    assert outcome.reason is Reason.INTERRUPT
+    assert outcome.reason is EndReason.INTERRUPT
     assert outcome.codes == [0, -signal.SIGINT]
     assert outcome.exit_code == 130
     assert lines.out[0][-1] == b"bye"
@@ -205,18 +205,14 @@ def test_an_error_of_ours_leaves_no_process() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run(
-            READY + WAIT,
-            lines=Lines(fail),
-            started=lambda processes: pids.extend(p.pid for p in processes),
-        )
+        run(READY + WAIT, lines=Lines(fail), started=lambda _, process: pids.append(process.pid))
     assert wait_gone(pids) == []
 
 
 def test_a_program_that_cannot_be_started_leaves_no_process() -> None:
     missing = Command("bad", ["/no/such/program"], {})
     with pytest.raises(px.errors.NotFoundError, match="/no/such/program"):
-        run_gang([*commands(WAIT), missing], Lines(), patience=QUICK)
+        run_process_group([*commands(WAIT), missing], Lines(), patience=QUICK)
 
 
 def test_junk_and_long_lines_and_no_line_end() -> None:
@@ -250,7 +246,7 @@ def test_partial_lines_are_shown_while_the_process_runs() -> None:
             timeout=30,
         )
     assert seen.is_set()
-    assert outcome.reason is Reason.INTERRUPT
+    assert outcome.reason is EndReason.INTERRUPT
 
 
 def test_a_worker_that_writes_without_end_does_not_stop_the_end() -> None:

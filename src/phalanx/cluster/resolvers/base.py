@@ -7,8 +7,7 @@ from collections import Counter
 from typing import Any
 
 from phalanx.cluster.spec import ClusterSpec
-
-__all__ = ["ClusterResolver", "FoundTasksResolver", "local_accelerators", "master_url"]
+from phalanx.cluster.tasks import task_index
 
 
 def master_url(address: str, rpc_layer: str | None) -> str:
@@ -138,6 +137,31 @@ class ClusterResolver(abc.ABC):
 
     def _found_rpc_layer(self) -> str | None:
         return None
+
+
+class EnvironmentResolver(ClusterResolver):
+    """Base of resolvers that read environment variables; what is given, or set later, wins."""
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self._task_type = task_type
+        self.task_id = task_id  # through the setter, which checks it
+        self._rpc_layer = rpc_layer
+        self._environment = environment
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job, from the environment unless it was set."""
+        return super().task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = None if task_id is None else task_index(task_id, "`task_id`")
 
 
 class FoundTasksResolver(ClusterResolver):

@@ -10,8 +10,6 @@ from typing import Any
 from phalanx.errors import ClusterEnvironmentError, MissingPackageError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["google_metadata", "google_service", "optional_module"]
-
 _METADATA_SECONDS = 10
 
 

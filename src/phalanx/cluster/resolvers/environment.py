@@ -10,8 +10,6 @@ from phalanx.cluster.tasks import task_index
 from phalanx.errors import ClusterEnvironmentError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["InvalidJsonError", "json_variable", "number_variable", "variable"]
-
 
 class InvalidJsonError(InvalidValueError, json.JSONDecodeError):
     """The value of an environment variable is not JSON."""

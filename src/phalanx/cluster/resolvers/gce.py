@@ -12,8 +12,6 @@ from phalanx.cluster.spec import ClusterSpec
 from phalanx.errors import ClusterEnvironmentError, UnsupportedError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["GCEClusterResolver"]
-
 
 class GCEClusterResolver(FoundTasksResolver):
     """Describes the running instances of an instance group; all of them have one job.

@@ -6,13 +6,10 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import parse_digits
-
-__all__ = ["MOST_TASKS", "deal_tasks", "expand_hostlist", "expand_tasks_per_node"]
 
 MOST_HOSTS = 100_000
 """More than Slurm can manage; a list of more is a mistake, and might be too large for the memory."""
@@ -21,6 +18,7 @@ MOST_TASKS = 1_000_000
 
 # Names without and with ranges of numbers, such as n[1-6,8]-ib or rack[0-1]n[01-16].
 _HOSTS = re.compile(r"[^\[\],\s]*(?:\[[0-9,-]+\][^\[\],\s]*)*")
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _REPEATED = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
@@ -37,9 +35,10 @@ def expand_hostlist(hostlist: str) -> list[str]:
     parts = _split(hostlist)
     if not all(part and _HOSTS.fullmatch(part) for part in parts):
         raise _wrong_hostlist(hostlist)
-    choices = [_choices(part, hostlist) for part in parts]
-    _check_total(sum(math.prod(map(len, part)) for part in choices), MOST_HOSTS, "hosts", hostlist)
-    return ["".join(choice) for part in choices for choice in itertools.product(*part)]
+    ranges = [[_ranges(text, hostlist) for text in _BRACKETS.findall(part)] for part in parts]
+    sizes = [[sum(last - first + 1 for first, last, _ in r) for r in part] for part in ranges]
+    _check_total(sum(map(math.prod, sizes)), MOST_HOSTS, "hosts", hostlist)
+    return [name for part, found in zip(parts, ranges, strict=True) for name in _names(part, found)]
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
@@ -95,34 +94,28 @@ def _split(hostlist: str) -> list[str]:
     return [*parts, hostlist[start:]]
 
 
-def _choices(part: str, hostlist: str) -> list[Sequence[str]]:
-    pieces = re.split(r"\[([^\]]*)\]", part)  # texts and what is in the brackets between them
-    return [
-        _Numbers(piece, hostlist) if position % 2 else (piece,) for position, piece in enumerate(pieces)
+def _ranges(text: str, hostlist: str) -> list[tuple[int, int, int]]:
+    """The ranges of numbers in brackets: the first, the last, and how many digits they have."""
+    found = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        first = parse_digits(match[1]) if match else None
+        last = parse_digits(match[2] or match[1]) if match else None
+        if match is None or first is None or last is None or last < first:
+            raise _wrong_hostlist(hostlist)
+        found.append((first, last, len(match[1])))
+    return found
+
+
+def _names(part: str, ranges: Sequence[Sequence[tuple[int, int, int]]]) -> Iterator[str]:
+    """The names that a part stands for, given the ranges in its brackets."""
+    numbers = [
+        [str(n).zfill(width) for first, last, width in bracket for n in range(first, last + 1)]
+        for bracket in ranges
     ]
-
-
-class _Numbers(Sequence[str]):
-    """The numbers in brackets, as they are written, without writing them all out."""
-
-    def __init__(self, text: str, hostlist: str) -> None:
-        self._ranges: list[tuple[range, int]] = []
-        for part in text.split(","):
-            match = _RANGE.fullmatch(part)
-            first = parse_digits(match[1]) if match else None
-            last = parse_digits(match[2] or match[1]) if match else None
-            if match is None or first is None or last is None or last < first:
-                raise _wrong_hostlist(hostlist)
-            self._ranges.append((range(first, last + 1), len(match[1])))
-
-    def __len__(self) -> int:
-        return min(sum(len(numbers) for numbers, _ in self._ranges), 2**62)
-
-    def __iter__(self) -> Iterator[str]:
-        return (str(n).zfill(width) for numbers, width in self._ranges for n in numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
+    texts = _BRACKETS.sub("\0", part).split("\0")
+    for chosen in itertools.product(*numbers):
+        yield texts[0] + "".join(n + text for n, text in zip(chosen, texts[1:], strict=True))
 
 
 def _check_total(total: int, most: int, what: str, given: str) -> None:

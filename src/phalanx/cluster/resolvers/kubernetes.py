@@ -14,8 +14,6 @@ from phalanx.cluster.tasks import port, text
 from phalanx.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
-
 
 class KubernetesExecutableLocation(enum.Enum):
     """Where this program runs, which decides how it finds the Kubernetes API."""

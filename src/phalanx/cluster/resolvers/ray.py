@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.cluster.resolvers.base import FoundTasksResolver
 from phalanx.cluster.resolvers.clients import optional_module
@@ -21,25 +21,13 @@ from phalanx.errors import (
 )
 from phalanx.runtime.formatting import shown
 
-__all__ = ["Directory", "RayClusterResolver", "TaskDirectory"]
-
 NAMESPACE = "phalanx"
 _ROLES = ("chief", "worker", "ps", "evaluator")
 _POLL = 0.1  # seconds between looks at who is there
 
 
-class Directory(Protocol):
-    """Where tasks say who they are, and see who is there."""
-
-    def enter(self, task_type: str | None, task_id: int | None, address: str) -> tuple[str, int]:
-        """Take a task, or the next that is free; a task that is taken again has a new address."""
-
-    def tasks(self) -> dict[str, dict[int, str]]:
-        """The addresses of the tasks that are taken."""
-
-
 class TaskDirectory:
-    """A directory of the tasks of one cluster.
+    """Where the tasks of one cluster say who they are, and see who is there.
 
     Args:
         sizes: how many tasks each job has.
@@ -56,7 +44,7 @@ class TaskDirectory:
         self._tasks: dict[str, dict[int, str]] = {job: {} for job in self._sizes}
 
     def enter(self, task_type: str | None, task_id: int | None, address: str) -> tuple[str, int]:
-        """Take a task, or the next that is free."""
+        """Take a task, or the next that is free; a task that is taken again has a new address."""
         free = [
             (job, index)
             for job, size in self._sizes.items()
@@ -120,7 +108,7 @@ class RayClusterResolver(FoundTasksResolver):
         host: str | None = None,
         timeout: float = 60.0,
         rpc_layer: str | None = "grpc",
-        directory: Directory | None = None,
+        directory: TaskDirectory | None = None,
     ) -> None:
         self._rpc_layer = rpc_layer
         self._timeout = timeout
@@ -200,7 +188,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class _RayDirectory:
+class _RayDirectory(TaskDirectory):
     """A directory that lives in an actor, one for each Ray job and name."""
 
     def __init__(self, sizes: Mapping[str, int], name: str) -> None:

@@ -6,21 +6,18 @@ import os
 from typing import Any
 
 from phalanx.cluster import tasks
-from phalanx.cluster.resolvers.base import ClusterResolver, master_url
+from phalanx.cluster.resolvers.base import EnvironmentResolver, master_url
 from phalanx.cluster.resolvers.environment import json_variable, number_variable, variable
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.cluster.tasks import task_index
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
-
-__all__ = ["SageMakerClusterResolver"]
 
 _JOB = "worker"
 _HINT = "SageMaker sets it in the containers of its training jobs."
 _EXAMPLE = '["algo-1", "algo-2"]'
 
 
-class SageMakerClusterResolver(ClusterResolver):
+class SageMakerClusterResolver(EnvironmentResolver):
     """Reads the hosts of a SageMaker training job; each of them is a worker.
 
     SM_HOSTS lists the hosts and SM_CURRENT_HOST is this one. They are read again at each call, and
@@ -50,11 +47,8 @@ class SageMakerClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environment: str | None = None,
     ) -> None:
+        super().__init__(task_type, task_id, rpc_layer, environment)
         self._port = tasks.port(port)
-        self._task_type = task_type
-        self.task_id = task_id
-        self._rpc_layer = rpc_layer
-        self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns all hosts as workers."""
@@ -88,15 +82,6 @@ class SageMakerClusterResolver(ClusterResolver):
         self.master(task_type, task_id)  # raises if there is no such task
         count = number_variable("SM_NUM_GPUS", _HINT)
         return {"GPU": count} if count else {}
-
-    @property
-    def task_id(self) -> int | None:
-        """The position of this host among the hosts, unless it was set."""
-        return super().task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = None if task_id is None else task_index(task_id, "`task_id`")
 
     def _found_type(self) -> str | None:
         return _JOB if _hosts()[0] else None

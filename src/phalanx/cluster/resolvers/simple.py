@@ -10,8 +10,6 @@ from phalanx.cluster.spec import ClusterSpec
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["SimpleClusterResolver"]
-
 
 class SimpleClusterResolver(ClusterResolver):
     """Returns the cluster, and the rest, as they were given.

@@ -23,8 +23,6 @@ from phalanx.cluster.tasks import port, task_index
 from phalanx.errors import ClusterEnvironmentError, InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["SlurmClusterResolver"]
-
 _HINT = "Slurm sets it for the tasks of a job step: start the program with `srun`."
 _NVIDIA_SMI_SECONDS = 30
 _MOST_GPUS = 4096

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.cluster.resolvers.base import ClusterResolver, master_url
+from phalanx.cluster.resolvers.base import EnvironmentResolver, master_url
 from phalanx.cluster.resolvers.environment import json_variable
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tasks import task_index
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
-
-__all__ = ["TFConfigClusterResolver"]
 
 _VARIABLE = "TF_CONFIG"
 # What an error shows as the right way to write each key.
@@ -42,7 +40,7 @@ class _WrongKeyError(InvalidValueError, InvalidTypeError):
     """
 
 
-class TFConfigClusterResolver(ClusterResolver):
+class TFConfigClusterResolver(EnvironmentResolver):
     """Reads the cluster and this process's task from the environment variable TF_CONFIG.
 
     The variable is read again at each call. Arguments, and later assignments to `task_type`,
@@ -61,18 +59,6 @@ class TFConfigClusterResolver(ClusterResolver):
     ...     print(resolver.task_type, resolver.task_id, resolver.master())
     worker 1 host1:2222
     """
-
-    def __init__(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-        environment: str | None = None,
-    ) -> None:
-        self._task_type = task_type
-        self.task_id = task_id  # through the setter, which checks it
-        self._rpc_layer = rpc_layer
-        self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the cluster under the key 'cluster', or an empty one."""
@@ -105,15 +91,6 @@ class TFConfigClusterResolver(ClusterResolver):
             given_id = _listed_id(config, task_type, among)
         address = cluster.task_address(task_type, given_id)
         return master_url(address, self.rpc_layer if rpc_layer is None else rpc_layer)
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job, from the key 'task.index' unless it was set."""
-        return super().task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = None if task_id is None else task_index(task_id, "`task_id`")
 
     def _found_type(self) -> str | None:
         return _task_type(_read_config())

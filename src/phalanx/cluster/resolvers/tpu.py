@@ -15,8 +15,6 @@ from phalanx.cluster.tasks import text
 from phalanx.errors import InvalidValueError, NotFoundError, UnsupportedError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["TPUClusterResolver", "TPUSystemMetadata"]
-
 _LOCAL = "local"
 _EXAMPLE = "TPUClusterResolver('local') for a TPU of this machine, or a name or 'grpc://10.1.2.3:8470'"
 

@@ -15,15 +15,6 @@ from phalanx.cluster.tasks import port, task_index
 from phalanx.errors import ClusterEnvironmentError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = [
-    "endpoints_of_node",
-    "has_tpu",
-    "parse_endpoints",
-    "tpu_config",
-    "workers_in_environment",
-    "workers_in_metadata",
-]
-
 _PORT = 8470
 _WORKER_LISTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 _SLICES = "MEGASCALE_NUM_SLICES"

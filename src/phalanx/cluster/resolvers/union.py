@@ -9,8 +9,6 @@ from phalanx.cluster.spec import ClusterSpec
 from phalanx.errors import DuplicateTaskError, InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["UnionClusterResolver", "UnionResolver"]
-
 
 class UnionClusterResolver(ClusterResolver):
     """Joins the clusters of several resolvers. For everything else it asks the first one.

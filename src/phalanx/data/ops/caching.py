@@ -31,7 +31,7 @@ class Writer(Protocol):
         """Forget everything. Does nothing after a commit."""
 
 
-class Store(Protocol):
+class ElementStore(Protocol):
     """Where the elements of a whole pass are kept."""
 
     def rows(self) -> Rows | None:
@@ -104,7 +104,7 @@ class Cache(SameElements):
     """
 
     filename: str = ""
-    store: Store = field(init=False)
+    store: ElementStore = field(init=False)
     probe_below = True
     starts_anew = True
 

@@ -8,8 +8,6 @@ from typing import Any
 from phalanx.job.hub.descriptions import Failure, Task
 from phalanx.job.hub.progress import TaskRecord
 
-__all__ = ["difference", "finished", "refusal"]
-
 
 def refusal(
     task: Task, record: TaskRecord | None, info: Mapping[str, Any], known: Sequence[str]

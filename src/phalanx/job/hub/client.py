@@ -20,13 +20,11 @@ from phalanx.errors import DeadlineExceededError, PhalanxError, UnavailableError
 from phalanx.job.hub.connect import connect_to_hub
 from phalanx.job.hub.descriptions import Failure, is_broken_connection, shorten
 from phalanx.job.hub.worker_reports import LONGEST_SITE, Reporter
-from phalanx.job.hub.worker_status import Status, Waiting, all_stacks
+from phalanx.job.hub.worker_status import Waiting, WorkerStatus, all_stacks
 from phalanx.job.hub.worker_table import WorkerTable
-from phalanx.net.client import Client
+from phalanx.net.client import RequestClient
 from phalanx.net.framing import Message
 from phalanx.runtime.deadlines import worker_deadline
-
-__all__ = ["Member", "Roster", "versions"]
 
 _log = logging.getLogger(__name__)
 
@@ -59,13 +57,12 @@ class Member:
         task_type: the type of this process's task.
         task_id: its index.
         cluster: a text that describes the cluster; must be the same on all workers.
-        devices: how many devices this worker brings, for people.
         timeout: seconds within which the hub must be reached.
         problem: what is already known to be wrong with this worker; joining then fails the job.
         about: overrides for what is told of this process, such as its versions.
 
     Attributes:
-        status: what this worker is doing, to be written by the training thread; see `Status`.
+        status: what this worker is doing, to be written by the training thread; see `WorkerStatus`.
         wait: the innermost wait that is going on, or None.
         told: whether the program has been told of the job's failure by an exception.
     """
@@ -78,19 +75,18 @@ class Member:
         task_id: int,
         *,
         cluster: str = "",
-        devices: int | None = None,
         timeout: float = 60.0,
         problem: Failure | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.address, self.task = address, f"{task_type} {task_id}"
         self.rank, self.size = -1, 0
-        self.status = Status()
+        self.status = WorkerStatus()
         self.wait: Waiting | None = None
         self.told = False
         self._failure: Failure | None = None
         self._callbacks: list[Callable[[Failure], None]] = []
-        self._knocked: list[Callable[[], None]] = []
+        self._knocked: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._roster: Roster | None = None
         self._arrivals: list[dict[str, Any]] = []
@@ -99,7 +95,7 @@ class Member:
         self._agreed: set[int] = set()
         self._reporter = Reporter(self.status)
         self._closing = False
-        self._client = Client(
+        self._client = RequestClient(
             connect_to_hub(address, token, timeout),
             "phalanx-member",
             self._handle,
@@ -115,7 +111,6 @@ class Member:
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "cluster": cluster,
-                "devices": devices,
                 "problem": None if problem is None else problem.as_dict(),
                 **versions(),
                 **(about or {}),
@@ -151,7 +146,7 @@ class Member:
 
     def on_knock(self, callback: Callable[[], None]) -> None:
         """Call `callback`, in the member's thread, whenever devices of workers want to connect."""
-        self._knocked.append(callback)
+        self._knocked = callback
 
     def knock(self) -> None:
         """Tell all workers that devices want to connect."""
@@ -235,7 +230,7 @@ class Member:
             sequence: the number of the program in the order that all workers keep.
             digest: a hash of everything that must be the same.
             details: a dict that shows it to people: ``operation``, ``arrays``, ``site``. Give the same
-                object to `Status.begin` whenever the program is run, so that runs can be compared.
+                object to `WorkerStatus.begin` whenever the program runs, so that runs can be compared.
             timeout: seconds to wait, by default PHALANX_DEADLINE.
         """
         self.check()
@@ -264,14 +259,14 @@ class Member:
                 self._changed.wait_for(lambda: self._failure is not None, timeout)
         return None if self._failure is None else self._error()
 
-    def report_exception(self, error: BaseException, timeout: float = 5.0) -> None:
+    def report_exception(self, error: BaseException) -> None:
         """Tell all workers that this one has failed; returns when the hub knows."""
         if isinstance(error, PhalanxError) and self._failure is not None:
             return  # it was the others' failure in the first place
         shown = "".join(traceback.format_exception(error))
         headline = "".join(traceback.format_exception_only(error)).strip()
         who = f"{self.task} (pid {os.getpid()} on {socket.gethostname()})"
-        self.report(Failure("raised", f"{who} raised {headline}\n\n{shown}", self.task), timeout)
+        self.report(Failure("raised", f"{who} raised {headline}\n\n{shown}", self.task))
 
     def report(self, failure: Failure, timeout: float = 5.0) -> None:
         """Tell all workers that the job cannot go on; returns when the hub knows."""
@@ -284,11 +279,7 @@ class Member:
     ) -> None:
         """Tell the hub that this worker has waited for too long; the job's failure follows.
 
-        Args:
-            site: where it waited.
-            seconds: for how long.
-            what: in which operation, in words.
-            ranks: those that it has waited for, if it knows.
+        `ranks` are those that it has waited for, if it knows.
         """
         site, what = site[:LONGEST_SITE], what[:LONGEST_SITE]
         about = {"site": site, "seconds": seconds, "what": what, "ranks": list(ranks)}
@@ -301,11 +292,6 @@ class Member:
         """
         answer = self._ask({"type": "table", "every": every}, timeout)
         return WorkerTable(answer["rows"]), bool(answer["first"])
-
-    def stacks(self, timeout: float = 5.0) -> dict[str, str]:
-        """The Python stacks of all workers, by task."""
-        answer = self._ask({"type": "stacks", "patience": timeout}, timeout + _ANSWER)
-        return dict(answer["stacks"])
 
     def leave(self, timeout: float = 2.0) -> None:
         """Say that this worker has finished, and close the connection."""
@@ -370,8 +356,7 @@ class Member:
             self._send({"type": "ran", "sequence": number, "details": self.status.ran(number)})
             return
         if kind == "knock":
-            for callback in self._knocked:
-                callback()
+            self._knocked()
             return
         if kind == "failure":
             self._fail(Failure.from_dict(message))

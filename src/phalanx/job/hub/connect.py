@@ -6,8 +6,6 @@ import socket
 
 from phalanx.net.client import connect
 
-__all__ = ["COORDINATION", "HUB", "connect_to_hub"]
-
 HUB = {"service": "hub"}
 """What connections of members and observers are for."""
 COORDINATION = {"service": "JAX's coordination service"}

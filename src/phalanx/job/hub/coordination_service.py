@@ -5,14 +5,11 @@ A hub must start quickly and does not compute.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 from phalanx.runtime.private_names import find, need
-
-__all__ = ["start_coordination_service"]
+from phalanx.runtime.processes import redirected
 
 HEARTBEAT = 7 * 24 * 3600
 """Seconds after which JAX would end a process because of a silent peer; the hub is much quicker."""
@@ -26,7 +23,7 @@ def start_coordination_service(address: str, processes: int) -> Any:
     """
     start = find("Starting a job of several workers", "jaxlib._jax:get_distributed_runtime_service")
     need(start)
-    with _silence():
+    with open(os.devnull, "w") as nowhere, redirected(2, nowhere.fileno()):  # its warnings help no user
         return start(
             address,
             processes,
@@ -35,21 +32,3 @@ def start_coordination_service(address: str, processes: int) -> Any:
             shutdown_timeout=10,
             recoverable=True,
         )
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Drop what native code writes to the standard error output: warnings that help no user."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # there is none
-        yield
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)

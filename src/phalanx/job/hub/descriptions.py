@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx import errors
-
-__all__ = [
-    "PHASES",
-    "Failure",
-    "Task",
-    "describe_exit",
-    "describe_program",
-    "is_broken_connection",
-    "mismatch_text",
-    "shorten",
-]
 
 PHASES = ("start", "trace", "compile", "step", "input", "wait", "done")
 """What a worker can be doing. `wait` is waiting for other workers."""
@@ -104,13 +94,12 @@ def describe_exit(code: int) -> str:
     """
     if code >= 0:
         return f"ended with exit code {code}"
-    import signal
+    return f"was killed by signal {-code} ({signal_name(-code) or 'unknown'})"
 
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = "unknown"
-    return f"was killed by signal {-code} ({name})"
+
+def signal_name(number: int) -> str:
+    """The name of a signal, '' if it has none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else ""
 
 
 def describe_program(details: Any) -> str:
@@ -137,11 +126,8 @@ def describe_program(details: Any) -> str:
 def mismatch_text(sequence: int, programs: Mapping[str, Any], passed: Mapping[str, Any]) -> str:
     """What is said when workers come to different programs.
 
-    Args:
-        sequence: the number of the program in the order that all workers must keep.
-        programs: what workers were about to run for the first time, by worker.
-        passed: what workers have run at that number that they knew already, by worker; None if that is
-            not known any more.
+    `programs` are what workers were about to run for the first time, at a number in the order that all
+    must keep; `passed` are those that were known already, None where they are not remembered.
     """
     rule = (
         f"The workers came to different programs at number {sequence}. All workers must run the same "

@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 from phalanx.errors import InvalidValueError
 from phalanx.job.hub.descriptions import Failure, shorten
 
-__all__ = ["failure", "label", "mapping", "seconds", "text", "whole", "wholes"]
-
 _LARGEST = 1 << 62
 _LONGEST_LABEL = 4096
 _LONGEST_WAIT = 1e9  # seconds

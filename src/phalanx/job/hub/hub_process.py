@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -20,8 +21,6 @@ from typing import Any
 from phalanx.errors import ClusterEnvironmentError, DeadlineExceededError, PhalanxError
 from phalanx.job.hub.descriptions import Task
 from phalanx.job.hub.server import Hub
-
-__all__ = ["HubProcess"]
 
 _POLL = 0.1
 _PROGRAM = f"""
@@ -35,14 +34,8 @@ serve()
 class HubProcess:
     """Starts a hub in a child process; `close` lets go of it, and it ends with the job.
 
-    Args:
-        expected: the tasks of the job, in the order of their ranks.
-        token: the job's secret.
-        host: the address to listen at.
-        port: the port to listen at.
-        advertised: the name under which the others reach it.
-        name: what the job is called for `phalanx explain`.
-        timeout: seconds within which it must have started.
+    `advertised` is the name under which the others reach it, and `name` what the job is called for
+    `phalanx explain`.
     """
 
     def __init__(
@@ -86,16 +79,15 @@ class HubProcess:
         with contextlib.suppress(OSError):
             stdin.write(order.encode() + b"\n")
             stdin.flush()
-        lines: list[bytes] = []
-        reader = threading.Thread(target=lambda: lines.append(stdout.readline()), daemon=True)
-        reader.start()
-        reader.join(timeout)
-        if reader.is_alive():
+        answers = select.poll()
+        answers.register(stdout, select.POLLIN)
+        if not answers.poll(timeout * 1000):
             self._process.kill()
             self._process.wait()
             raise DeadlineExceededError(f"The hub's process did not start within {timeout:g} seconds.")
-        stdout.close()
-        return dict(json.loads(lines[0])) if lines and lines[0] else {}
+        with stdout:
+            line = stdout.readline()  # it is written at once
+        return dict(json.loads(line)) if line else {}
 
     def close(self) -> None:
         """Let go of the process. It ends as soon as all workers are gone."""

@@ -5,8 +5,8 @@ tasks, or stays an observer, which may only ask. Every event returns what must b
 are no sockets, threads or clocks in here: the time is an argument.
 
 A job has one failure, the first. Every member that is there is told once, and every member that comes
-later is told when it comes. What goes wrong afterwards is mostly an echo of the first failure, so only
-the process that runs the hub hears of it.
+later is told when it comes. What goes wrong afterwards is mostly an echo of the first failure, and is
+told to none.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from phalanx.job.hub import admission, fields, wait_graph
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit, shorten
 from phalanx.job.hub.program_order import MOST_CODES, Agreement
 from phalanx.job.hub.progress import Progress, TaskRecord, describe_place
-from phalanx.job.hub.stack_requests import STACK_PATIENCE, Out, Questions, StackRequest, heard
-from phalanx.job.hub.wait_graph import Want
-
-__all__ = ["STACK_PATIENCE", "JobState", "Out"]
+from phalanx.job.hub.stack_requests import (
+    STACK_PATIENCE,
+    Out,
+    StackRequest,
+    StackRequests,
+    acknowledged,
+)
+from phalanx.job.hub.wait_graph import WaitEdge
 
 _LONG_INPUT = 1.0  # seconds after which a wait for input is worth a word
 
@@ -44,7 +48,7 @@ class JobState:
     >>> _ = state.handle(7, {"type": "join", "task_type": "worker", "task_id": 0}, now=0.0)
     >>> out = state.handle(8, {"type": "join", "task_type": "worker", "task_id": 1}, now=1.0)
     >>> [peer for peer, message in out if message["type"] == "ready"]
-    [7, 8, None]
+    [7, 8]
     """
 
     def __init__(self, expected: Sequence[Task], *, has_service: bool = False) -> None:
@@ -60,7 +64,7 @@ class JobState:
         self._exchanges: dict[str, _Exchange] = {}
         self._agreement = Agreement(self._records)
         self._progress = Progress()
-        self._questions = Questions(self._records)
+        self._stack_requests = StackRequests(self._records)
         self._shown_at = -1e9  # when a member last showed the table
 
     # -- what is known ---------------------------------------------------------------------------
@@ -107,7 +111,7 @@ class JobState:
     def _names(self) -> list[str]:
         return [str(record.task) for record in self._records]
 
-    def _wants(self, now: float) -> list[Want]:
+    def _wants(self, now: float) -> list[WaitEdge]:
         """Who waits for whom."""
         wants = wait_graph.step_wants(self._records)
         for record in self._joined():
@@ -119,7 +123,7 @@ class JobState:
                 if missing and record.state == "joined" and record.phase in ("wait", "input"):
                     since = max(posted, record.since)
                     what, site = f"the exchange {name!r}", record.status.get("site", "")
-                    wants.append(Want(rank, tuple(missing), since, record.reported, what, site))
+                    wants.append(WaitEdge(rank, tuple(missing), since, record.reported, what, site))
         return wants
 
     def _awaited(self, record: TaskRecord, now: float) -> list[float]:
@@ -153,7 +157,7 @@ class JobState:
             if kind == "stacks":
                 return self._ask_stacks(peer, message, now)
             if record is None or record.is_gone:
-                return [(peer, heard(message))] if kind == "leave" else []
+                return [(peer, acknowledged(message))] if kind == "leave" else []
             handlers = {
                 "status": self._status,
                 "post": self._post,
@@ -176,7 +180,7 @@ class JobState:
 
     def lost(self, peer: int, now: float, cause: str = "") -> list[Out]:
         """The connection to a peer has ended. A member that had not left has died."""
-        self._questions.forget(peer)
+        self._stack_requests.forget(peer)
         record = self._by_peer.pop(peer, None)
         if record is None:
             return []
@@ -211,18 +215,9 @@ class JobState:
         ended = [record for record in self._records if record.is_gone and not record.info]
         return self._fail_exit(ended[0]) if ended and self._joined() else []
 
-    def declare(self, failure: Failure, now: float) -> list[Out]:
-        """The process that runs the hub says that the job cannot go on."""
-        return self._fail(failure) + self._settle(now)
-
     def tick(self, now: float) -> list[Out]:
         """Time has passed: stop waiting for answers that do not come."""
         return self._settle(now)
-
-    def ask_stacks(self, request: int, now: float, patience: float = STACK_PATIENCE) -> list[Out]:
-        """The process that runs the hub wants the stacks of all members."""
-        message = {"request": request, "patience": patience}
-        return self._ask_stacks(None, message, now)
 
     # -- joining ---------------------------------------------------------------------------------
 
@@ -235,7 +230,6 @@ class JobState:
             for name in ("host", "phalanx", "jax", "python", "cluster")
         }
         info["pid"] = fields.whole(message, "pid", 0)
-        info["devices"] = None if message.get("devices") is None else fields.whole(message, "devices")
         problem = fields.failure(message, "problem")
         record = self._by_task.get(key)
         if record is None or record.state != "absent":
@@ -248,14 +242,12 @@ class JobState:
             return [*out, (peer, {"type": "failure", **self._failure.as_dict()})]
         here = {"type": "joined", "worker": str(record.task), **info, "missing": self._missing_names()}
         out += self._to_all(here)
-        out.append((None, here))
         if problem is not None:
             out += self._fail(problem)
         out += self._check_alike(record) or self._check_complete()
         if self.is_ready and self._failure is None:
             members = [{"worker": str(s.task), **s.info} for s in self._records]
-            ready = {"type": "ready", "members": members, "service": self._has_service}
-            out += [*self._to_all(ready), (None, ready)]
+            out += self._to_all({"type": "ready", "members": members, "service": self._has_service})
         return out
 
     def _refuse(
@@ -326,9 +318,9 @@ class JobState:
     def _fail_message(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         kind, text = fields.label(message, "kind"), fields.text(message, "text")
         out = self._fail(Failure(kind, text, str(record.task)))
-        if message.get("request") is not None and record.peer is not None:
-            out.append((record.peer, heard(message)))
-        return out
+        return (
+            out if message.get("request") is None else out + self._answer(record, acknowledged(message))
+        )
 
     def _broken(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member lost a connection to another member; that tells nothing yet if all are there."""
@@ -339,9 +331,7 @@ class JobState:
     def _leave(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         record.state = "left"
         record.status = {**record.status, "phase": "done"}
-        out: list[Out] = [(None, {"type": "left", "worker": str(record.task)})]
-        out.append((record.peer, heard(message)))
-        return out + self._settle(now)
+        return [*self._answer(record, acknowledged(message)), *self._settle(now)]
 
     def _deadline(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member has waited for too long: ask those who are late where they are, then give up."""
@@ -352,7 +342,7 @@ class JobState:
             "waiting": str(record.task),
         }
         ranks = fields.wholes(message, "ranks") if message.get("ranks") else ()
-        if self._failure is not None or self._questions.about_a_deadline:
+        if self._failure is not None or self._stack_requests.about_a_deadline:
             return []
         late = [s for s in self._joined() if self._behind(s, now) > 0]
         guilty = wait_graph.culprits(self._wants(now))
@@ -361,10 +351,14 @@ class JobState:
         others = [s for s in self._joined() if s is not record]
         late = late or [s for s in others if s.rank in ranks] or others
         final["late"] = [s.rank for s in late]
-        return self._questions.ask(None, None, late, now + STACK_PATIENCE, final) + self._settle(now)
+        return self._stack_requests.ask(None, None, late, now + STACK_PATIENCE, final) + self._settle(
+            now
+        )
 
     def _stack(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
-        self._questions.answer(record, fields.whole(message, "request"), fields.text(message, "text"))
+        self._stack_requests.answer(
+            record, fields.whole(message, "request"), fields.text(message, "text")
+        )
         return self._settle(now)
 
     # -- questions -------------------------------------------------------------------------------
@@ -385,10 +379,10 @@ class JobState:
         }
         return [(peer, answer)]
 
-    def _ask_stacks(self, peer: int | None, message: Mapping[str, Any], now: float) -> list[Out]:
+    def _ask_stacks(self, peer: int, message: Mapping[str, Any], now: float) -> list[Out]:
         patience = min(60.0, fields.seconds(message, "patience", STACK_PATIENCE))
         name = message.get("request")
-        return self._questions.ask(peer, name, self._joined(), now + patience) + self._settle(now)
+        return self._stack_requests.ask(peer, name, self._joined(), now + patience) + self._settle(now)
 
     # -- consequences ----------------------------------------------------------------------------
 
@@ -402,7 +396,7 @@ class JobState:
         out += self._settle_agreement(now)
         out += self._settle_ends()
         out += self._settle_waits(now)
-        for request in self._questions.settle(now):
+        for request in self._stack_requests.settle(now):
             out += self._answer_stacks(request, now)
         return out
 
@@ -417,7 +411,7 @@ class JobState:
         for number in verdict.agreed:
             out += self._to_all({"type": "agreed", "sequence": number})
         for rank, number in verdict.questions:
-            out.append((self._records[rank].peer, {"type": "ran?", "sequence": number}))
+            out += self._answer(self._records[rank], {"type": "ran?", "sequence": number})
         return out if verdict.failure is None else out + self._fail(verdict.failure)
 
     def _settle_ends(self) -> list[Out]:
@@ -444,7 +438,8 @@ class JobState:
     def _answer_stacks(self, request: StackRequest, now: float) -> list[Out]:
         if request.deadline is not None:
             return self._give_up(request, now)
-        return [(request.asker, {"type": "stacks", "request": request.name, "stacks": request.texts})]
+        answer = {"type": "stacks", "request": request.name, "stacks": request.texts}
+        return [] if request.asker is None else [(request.asker, answer)]
 
     def _give_up(self, request: StackRequest, now: float) -> list[Out]:
         message = request.deadline or {}
@@ -478,13 +473,15 @@ class JobState:
 
     def _fail(self, failure: Failure) -> list[Out]:
         if self._failure is not None:
-            return [(None, {"type": "later", **failure.as_dict()})]
+            return []
         self._failure = failure
-        message = {"type": "failure", **failure.as_dict()}
-        return [*self._to_all(message), (None, message)]
+        return self._to_all({"type": "failure", **failure.as_dict()})
 
     def _to_all(self, message: dict[str, Any]) -> list[Out]:
-        return [(record.peer, message) for record in self._joined() if record.peer is not None]
+        return [out for record in self._joined() for out in self._answer(record, message)]
+
+    def _answer(self, record: TaskRecord, message: dict[str, Any]) -> list[Out]:
+        return [] if record.peer is None else [(record.peer, message)]
 
     def _joined(self) -> list[TaskRecord]:
         return [record for record in self._records if record.state == "joined"]

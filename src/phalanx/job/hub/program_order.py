@@ -14,8 +14,6 @@ from typing import Any
 from phalanx.job.hub.descriptions import Failure, mismatch_text
 from phalanx.job.hub.progress import TaskRecord
 
-__all__ = ["CODE", "MOST_CODES", "UNKNOWN", "Agreement", "Verdict"]
-
 CODE = 8
 """The length of a code, in characters."""
 

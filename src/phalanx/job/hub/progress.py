@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from phalanx.job.hub.descriptions import Task
+from phalanx.job.hub.worker_table import phase_text
 
 if TYPE_CHECKING:
-    from phalanx.job.hub.wait_graph import Want
-
-__all__ = ["Progress", "TaskRecord"]
+    from phalanx.job.hub.wait_graph import WaitEdge
 
 _QUIET = 3.0  # seconds without any message after which the table says so
 
@@ -30,7 +29,7 @@ class TaskRecord:
     sequence: int = 0  # the last program that it has begun or wants to begin
     last: int | None = None  # the last program that it will ever run, once it is known
     operations: Mapping[str, int] = field(default_factory=dict)  # of px.comm, once that is known
-    waits: list[Want] = field(default_factory=list)  # for other members, as it has reported them
+    waits: list[WaitEdge] = field(default_factory=list)  # for other members, as it has reported them
     heard: float = 0.0
     reported: float = 0.0  # when its status came
     exit: str = ""  # how its process ended, if a launcher has told
@@ -40,7 +39,7 @@ class TaskRecord:
         """Whether the task was there and will not come back."""
         return self.state in ("left", "dead")
 
-    def has_ended(self, want: Want) -> bool:
+    def has_ended(self, want: WaitEdge) -> bool:
         """Whether it has come to its end without the operation that another waits for."""
         return self.last is not None and self.operations.get(want.channel, 0) < want.number
 
@@ -119,9 +118,5 @@ class Progress:
 
 def describe_place(record: TaskRecord, row: Mapping[str, Any]) -> str:
     """Where a late task is, in words."""
-    site = f" at {row['site']}" if row["site"] else ""
-    lasts = f" for {row['seconds']:.0f} seconds" if row["seconds"] >= 1 else ""
     quiet = f", silent for {row['quiet']:.0f} seconds" if row["quiet"] else ""
-    return (
-        f"{record}, {row['behind']:.0f} seconds behind, in phase {row['phase']!r}{lasts}{site}{quiet}"
-    )
+    return f"{record}, {row['behind']:.0f} seconds behind, {phase_text(row)}{quiet}"

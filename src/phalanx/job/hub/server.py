@@ -7,19 +7,18 @@ state of the job needs no lock. Other threads hand it what they want done.
 from __future__ import annotations
 
 import itertools
-import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
-from phalanx.errors import ClusterEnvironmentError, DeadlineExceededError, InvalidValueError
+from phalanx.errors import ClusterEnvironmentError, InvalidValueError
 from phalanx.job.hub.connect import COORDINATION, HUB
 from phalanx.job.hub.coordination_service import start_coordination_service
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit
-from phalanx.job.hub.job_state import JobState, Out
+from phalanx.job.hub.job_state import JobState
+from phalanx.job.hub.stack_requests import Out
 from phalanx.job.hub.tunnel import PrivateSocket
 from phalanx.job.hub.worker_table import WorkerTable
 from phalanx.net.addresses import join_address, listen
@@ -28,10 +27,6 @@ from phalanx.net.event_loop import EventLoop
 from phalanx.net.framing import Message, ProtocolError
 from phalanx.net.listener import Listener
 from phalanx.net.relay import Relay
-
-__all__ = ["Hub"]
-
-_log = logging.getLogger(__name__)
 
 _TICK = 0.25  # seconds
 
@@ -47,8 +42,6 @@ class Hub:
         advertised: the name under which the others reach `host`, if it is another one.
         coordination: whether to run JAX's coordination service too, which the workers then use. It
             should run where it outlives every worker.
-        on_event: called in the hub's thread with what happens: a dict whose "type" is joined, ready,
-            left, failure or later (a failure after the first).
         cause_of_death: asked in the hub's thread how the process of a task ended, when its connection
             closes unexpectedly; returns an exit code or None. Must not wait for long.
 
@@ -64,14 +57,12 @@ class Hub:
         *,
         advertised: str | None = None,
         coordination: bool = True,
-        on_event: Callable[[dict[str, Any]], None] | None = None,
         cause_of_death: Callable[[Task], int | None] | None = None,
     ) -> None:
         self._expected = tuple(expected)
         self._token, self._host, self._port = token, host, port
         self._advertised = advertised or host
         self._coordination = coordination
-        self.on_event = on_event
         self._cause_of_death = cause_of_death
         self._state = JobState(self._expected)
         self._listener: Listener | None = None
@@ -80,7 +71,6 @@ class Hub:
         self._loop = EventLoop("phalanx-hub", self._tell_waiting)
         self._connections: dict[int, Connection] = {}
         self._numbers = itertools.count(1)
-        self._stack_futures: dict[int, Future[dict[str, str]]] = {}
         self._changed = threading.Condition()
         self._stop = False
 
@@ -150,11 +140,6 @@ class Hub:
         return self._state.failure
 
     @property
-    def is_over(self) -> bool:
-        """Whether all tasks have come and gone."""
-        return self._state.is_over
-
-    @property
     def is_used(self) -> bool:
         """Whether there are connections."""
         return bool(self._connections) or (self._listener is not None and self._listener.strangers > 0)
@@ -163,31 +148,6 @@ class Hub:
         """Who does what at this moment."""
         return self._loop.call(lambda: WorkerTable(self._state.rows(time.monotonic())))
 
-    def stacks(self, timeout: float = 5.0) -> dict[str, str]:
-        """The Python stacks of all members, by task; those that do not answer in time say so."""
-        future: Future[dict[str, str]] = Future()
-        number = next(self._numbers)
-        self._stack_futures[number] = future
-        now = time.monotonic
-        self._loop.call(lambda: self._send(self._state.ask_stacks(number, now(), timeout)))
-        return future.result(timeout + 10 * _TICK + 5.0)
-
-    def wait_joined(self, timeout: float) -> None:
-        """Wait until all tasks have joined; raises the job's failure, or who is missing in time."""
-
-        def settled() -> bool:
-            return self._stop or self._state.is_ready or self._state.failure is not None
-
-        with self._changed:
-            self._changed.wait_for(settled, timeout)
-        if self._state.failure is not None:
-            raise self._state.failure.error()
-        if not self._state.is_ready:
-            missing = ", ".join(str(task) for task in self._state.missing())
-            raise DeadlineExceededError(
-                f"Not all workers joined within {timeout:g} seconds. Missing: {missing}."
-            )
-
     def wait_over(self, timeout: float | None = None) -> bool:
         """Wait until all tasks have come and gone, and are disconnected; returns whether they have."""
         with self._changed:
@@ -195,15 +155,9 @@ class Hub:
                 lambda: self._stop or (self._state.is_over and not self._connections), timeout
             )
 
-    # -- what a launcher tells the hub ---------------------------------------------------------------
-
     def exited(self, task: Task, code: int) -> None:
         """The process of a task has ended; `code` is its exit code as `subprocess` gives it."""
         self._loop.call(lambda: self._send(self._state.exited(task, code, time.monotonic())))
-
-    def fail(self, failure: Failure) -> None:
-        """Tell all members that the job cannot go on."""
-        self._loop.call(lambda: self._send(self._state.declare(failure, time.monotonic())))
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -246,22 +200,9 @@ class Hub:
 
     def _send(self, out: Sequence[Out]) -> None:
         for peer, message in out:
-            if peer is None:
-                self._event(message)
-            elif peer in self._connections:
+            if peer in self._connections:
                 fields = {name: value for name, value in message.items() if name != "request"}
                 self._connections[peer].send(fields, number=message.get("request") or 0)
-
-    def _event(self, message: dict[str, Any]) -> None:
-        if message["type"] == "stacks":
-            future = self._stack_futures.pop(message["request"], None)
-            if future is not None:
-                future.set_result(message["stacks"])
-        elif self.on_event is not None:
-            try:
-                self.on_event(message)
-            except Exception:  # noqa: BLE001 - the hub must go on for the workers' sake
-                _log.exception("on_event failed for %s", message["type"])
 
 
 # -- JAX's service -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Questions to members for their stacks, until all have answered or time is up; pure."""
+"""Requests to members for their stacks, until all have answered or time is up; pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 from phalanx.job.hub.progress import TaskRecord
 
-__all__ = ["STACK_PATIENCE", "Out", "Questions", "StackRequest", "heard"]
-
 STACK_PATIENCE = 5.0
 """For how many seconds members may be asked for their stacks before the rest must do without."""
 
-Out = tuple[int | None, dict[str, Any]]
-"""A message and the peer that it is for; None stands for the process that runs the hub."""
+Out = tuple[int, dict[str, Any]]
+"""A message and the peer that it is for."""
 
 
 @dataclass
@@ -30,8 +28,8 @@ class StackRequest:
     deadline: dict[str, Any] | None = None  # the message that will end the job, once there are stacks
 
 
-class Questions:
-    """The questions of one job."""
+class StackRequests:
+    """The requests of one job that are under way."""
 
     def __init__(self, records: Sequence[TaskRecord]) -> None:
         self._records = records
@@ -54,7 +52,8 @@ class Questions:
         """Ask members for their stacks."""
         number = next(self._numbers)
         self._open[number] = StackRequest(asker, name, {s.rank for s in records}, until, {}, deadline)
-        return [(record.peer, {"type": "stack?", "request": number}) for record in records]
+        question = {"type": "stack?", "request": number}
+        return [(record.peer, question) for record in records if record.peer is not None]
 
     def answer(self, record: TaskRecord, number: int, text: str) -> None:
         """A member has sent its stacks."""
@@ -82,6 +81,6 @@ class Questions:
         return over
 
 
-def heard(message: Mapping[str, Any]) -> dict[str, Any]:
+def acknowledged(message: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a message that needs no other."""
     return {"type": "heard", "request": message.get("request")}

@@ -23,8 +23,6 @@ from phalanx.net.event_loop import EventLoop
 from phalanx.net.listener import Acceptor
 from phalanx.net.relay import Relay
 
-__all__ = ["PrivateSocket", "Tunnel", "open_tunnel"]
-
 _PREFIX = "phalanx-socket-"
 _LONGEST_PATH = 90  # bytes; systems allow about a hundred
 _PATIENCE = 10.0  # seconds for the hub to open its end
@@ -67,12 +65,7 @@ def _remove_left_behind(place: str) -> None:
 
 
 class Tunnel:
-    """A worker's way to the coordination service; JAX connects to `address`.
-
-    Args:
-        hub: the hub's ``host:port``.
-        token: the job's secret.
-    """
+    """A worker's way to the coordination service; JAX connects to `address`."""
 
     def __init__(self, hub: str, token: str) -> None:
         self._hub, self._token = hub, token

@@ -16,37 +16,23 @@ from phalanx.job.hub import fields
 from phalanx.job.hub.descriptions import Failure
 from phalanx.job.hub.progress import TaskRecord
 
-__all__ = ["Want", "culprits", "deadlock", "reported", "step_wants"]
-
 _MOST_WAITS = 64  # that one worker may report at once
 _STABLE = 2.0  # seconds that a wait must have lasted before it proves anything
 
 
 @dataclass(frozen=True)
-class Want:
-    """A worker waits for others.
+class WaitEdge:
+    """A worker waits for others."""
 
-    Args:
-        rank: the worker that waits.
-        ranks: those that it waits for.
-        since: when it began to wait.
-        heard: when it last said so.
-        what: the call, in words.
-        site: where it was made.
-        blocks: whether the worker can do nothing else meanwhile, so that others wait for it in vain.
-        channel: who takes part in the operation, if operations are counted.
-        number: which operation of theirs it is.
-    """
-
-    rank: int
-    ranks: tuple[int, ...]
-    since: float
-    heard: float
-    what: str
-    site: str
-    blocks: bool = True
-    channel: str = ""
-    number: int = 0
+    rank: int  # the worker that waits
+    ranks: tuple[int, ...]  # those that it waits for
+    since: float  # when it began to wait
+    heard: float  # when it last said so
+    what: str  # the call, in words
+    site: str  # where it was made
+    blocks: bool = True  # whether it can do nothing else meanwhile, so that others wait for it in vain
+    channel: str = ""  # who takes part in the operation, if operations are counted
+    number: int = 0  # which operation of theirs it is
 
     def describe(self, names: Sequence[str]) -> str:
         """The wait as part of a sentence."""
@@ -54,7 +40,7 @@ class Want:
         return f"waits for {others} in {self.what}{f' at {self.site}' if self.site else ''}"
 
 
-def reported(rank: int, message: Mapping[str, Any], size: int, now: float) -> list[Want]:
+def reported(rank: int, message: Mapping[str, Any], size: int, now: float) -> list[WaitEdge]:
     """The waits that a worker reports with its status."""
     given = message.get("waits")
     if given is None:
@@ -66,7 +52,7 @@ def reported(rank: int, message: Mapping[str, Any], size: int, now: float) -> li
         wait = fields.mapping({"waits": item}, "waits")
         ranks = fields.wholes(wait, "ranks")
         found.append(
-            Want(
+            WaitEdge(
                 rank,
                 tuple(r for r in ranks if r < size and r != rank),
                 now - fields.seconds(wait, "seconds"),
@@ -81,7 +67,7 @@ def reported(rank: int, message: Mapping[str, Any], size: int, now: float) -> li
     return [want for want in found if want.ranks]
 
 
-def step_wants(records: Iterable[TaskRecord]) -> list[Want]:
+def step_wants(records: Iterable[TaskRecord]) -> list[WaitEdge]:
     """The waits of workers that are in a program which others have not begun."""
     joined = [record for record in records if record.state == "joined"]
     wants = []
@@ -91,17 +77,17 @@ def step_wants(records: Iterable[TaskRecord]) -> list[Want]:
             since = record.reported - record.status.get("seconds", 0.0)
             what = record.status.get("doing") or "a program of the strategy"
             site = record.status.get("site", "")
-            wants.append(Want(record.rank, late, since, record.reported, what, site))
+            wants.append(WaitEdge(record.rank, late, since, record.reported, what, site))
     return wants
 
 
-def culprits(wants: Sequence[Want]) -> set[int]:
+def culprits(wants: Sequence[WaitEdge]) -> set[int]:
     """Those that others wait for and that wait for none; all of them if there is no such one."""
     awaited = {rank for want in wants for rank in want.ranks}
     return awaited - {want.rank for want in wants} or awaited
 
 
-def deadlock(wants: Sequence[Want], names: Sequence[str]) -> Failure | None:
+def deadlock(wants: Sequence[WaitEdge], names: Sequence[str]) -> Failure | None:
     """A failure if workers wait for each other, each in another call.
 
     Two waits prove it only if they went on at the same time, for so long that nothing can be on its

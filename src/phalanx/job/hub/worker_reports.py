@@ -7,10 +7,8 @@ from typing import Any
 
 from phalanx.job.hub.descriptions import describe_program
 from phalanx.job.hub.program_order import CODE, UNKNOWN
-from phalanx.job.hub.worker_status import PeerWait, Status
+from phalanx.job.hub.worker_status import PeerWait, WorkerStatus
 from phalanx.runtime.call_site import lines_of, where_is
-
-__all__ = ["LONGEST_SITE", "Reporter"]
 
 LONGEST_SITE = 2000
 """How many characters of a place in a program are told."""
@@ -23,7 +21,7 @@ _READERS = ("phalanx-input", "px-")  # how the names of threads begin that read 
 class Reporter:
     """Turns the status of a worker into messages, whenever there is something to say."""
 
-    def __init__(self, status: Status) -> None:
+    def __init__(self, status: WorkerStatus) -> None:
         self._status = status
         self._codes: dict[int, tuple[Any, str]] = {}  # by the identity of a program's details
         self._told_programs = 0
@@ -32,7 +30,7 @@ class Reporter:
         self._told_details = False
 
     def remember(self, details: Any, digest: str) -> None:
-        """A program has a code from now on; `details` is the object given to `Status.begin`."""
+        """A program has a code from now on; `details` is the object given to `WorkerStatus.begin`."""
         self._codes[id(details)] = (details, digest[:CODE].ljust(CODE, "0"))
 
     def message(self, now: float) -> dict[str, Any] | None:

@@ -6,18 +6,17 @@ A torn read shows a step next to the site of the one before, which does no harm.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from phalanx.job.hub.client import Member
-
-__all__ = ["PeerWait", "Status", "Waiting", "all_stacks"]
 
 _LONGEST = 1000  # characters of a text in a report
 _MOMENT = 0.2  # seconds
@@ -26,7 +25,7 @@ _OWN = "phalanx-"  # how the names of threads begin that Phalanx starts
 _REMEMBERED = 1024  # programs; more than are begun between two looks at the status
 
 
-class Status:
+class WorkerStatus:
     """What this worker is doing at the moment.
 
     Attributes:
@@ -41,7 +40,7 @@ class Status:
         peer_waits: the operations of px.comm that are under way.
         operations: how many operations of px.comm this worker has begun, by their members.
 
-    >>> status = Status()
+    >>> status = WorkerStatus()
     >>> status.begin(3, {"operation": "all_reduce"})
     >>> status.ran(3)
     {'operation': 'all_reduce'}
@@ -136,7 +135,7 @@ class PeerWait:
 
     def __init__(
         self,
-        status: Status,
+        status: WorkerStatus,
         what: str,
         site: str,
         missing: Callable[[], Sequence[int]],
@@ -162,9 +161,16 @@ class PeerWait:
     def __exit__(self, *exc_info: object) -> None:
         self._status.peer_waits.pop(id(self), None)
 
-    def blocking(self) -> _Blocking:
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[None]:
         """The calling thread can do nothing else until the operation is over; a context manager."""
-        return _Blocking(self._status.threads, self._blocked)
+        me = threading.get_ident()
+        self._status.threads.add(me)
+        self._blocked.add(me)
+        try:
+            yield
+        finally:
+            self._blocked.discard(me)
 
     @property
     def blocks(self) -> bool:
@@ -189,23 +195,6 @@ class PeerWait:
             "channel": self.channel,
             "number": self.number(),
         }
-
-
-class _Blocking:
-    """Notes the threads that wait; see `PeerWait.blocking`."""
-
-    __slots__ = ("_blocked", "_threads")
-
-    def __init__(self, threads: set[int], blocked: set[int]) -> None:
-        self._threads, self._blocked = threads, blocked
-
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        self._threads.add(me)
-        self._blocked.add(me)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._blocked.discard(threading.get_ident())
 
 
 class Waiting:

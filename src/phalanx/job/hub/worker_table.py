@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-__all__ = ["WorkerTable"]
-
 _MISSING = ("absent", "dead")
 _HEADINGS = ("worker", "host", "phase", "step", "last call", "behind")
 
@@ -50,6 +48,13 @@ class WorkerTable:
         """The rows of those that others wait for, the latest first; also of those that are silent."""
         late = [row for row in self.rows if row["behind"] or row["quiet"] or row["state"] in _MISSING]
         return sorted(late, key=lambda row: -row["behind"])
+
+
+def phase_text(row: Mapping[str, Any]) -> str:
+    """What a worker does, where, and for how long."""
+    lasts = f" for {row['seconds']:.0f} seconds" if row["seconds"] >= 1 else ""
+    site = f" at {row['site']}" if row["site"] else ""
+    return f"in phase {row['phase']!r}{lasts}{site}"
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -16,8 +16,6 @@ import threading
 from phalanx.job.launch import guard
 from phalanx.job.launch.worker_process import Guard, shell_code
 
-__all__ = ["main"]
-
 NO_START = 126
 """The exit code if the process cannot be started, as of a shell."""
 
@@ -38,7 +36,7 @@ def main() -> int:
         except OSError as error:
             print(f"The process cannot be started: {error}", file=sys.stderr)
             return NO_START
-        guard.brand(process.pid, mark)
+        guard.mark_process(process.pid, mark)
         own_guard.watch(process.pid)
         threading.Thread(target=_follow, args=(process.pid, mark), daemon=True).start()
         code = process.wait()

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 from phalanx.job.launch.worker_process import shell_code
 
-__all__ = ["Ending", "Patience", "Reason"]
-
 TIMEOUT_CODE = 124
 """The exit code of a job that took too long, as of the command ``timeout``."""
 
 
-class Reason(enum.Enum):
+class EndReason(enum.Enum):
     """Why the processes of a job are being ended."""
 
     DONE = "done"
@@ -33,30 +31,22 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True)
 class Patience:
-    """How many seconds processes get to end by themselves before something stronger is done.
+    """How many seconds processes get to end by themselves before something stronger is done."""
 
-    Args:
-        peers: after the first failure: the others find out and say what they saw.
-        interrupt: after SIGINT.
-        terminate: after SIGTERM.
-        kill: after SIGKILL, which a process in a system call may outlive for a while.
-        finish: after SIGTERM to those that are left when the job has succeeded.
-    """
+    peers: float = 3.0  # after the first failure: the others find out and say what they saw
+    interrupt: float = 5.0  # after SIGINT
+    terminate: float = 10.0  # after SIGTERM
+    kill: float = 5.0  # after SIGKILL, which a process in a system call may outlive for a while
+    finish: float = 10.0  # after SIGTERM to those that are left when the job has succeeded
 
-    peers: float = 3.0
-    interrupt: float = 5.0
-    terminate: float = 10.0
-    kill: float = 5.0
-    finish: float = 10.0
-
-    def plan(self, reason: Reason, signum: int) -> list[tuple[int, float]]:
+    def plan(self, reason: EndReason, signum: int) -> list[tuple[int, float]]:
         """The signals to send for a reason, each with the seconds to wait after it; 0 is none."""
         terminate = [(int(signal.SIGTERM), self.terminate), (int(signal.SIGKILL), self.kill)]
-        if reason is Reason.DONE:
+        if reason is EndReason.DONE:
             return [(int(signal.SIGTERM), self.finish), terminate[-1]]
-        if reason is Reason.FAILURE:
+        if reason is EndReason.FAILURE:
             return [(0, self.peers), *terminate]
-        if reason is Reason.INTERRUPT and signum == signal.SIGINT:
+        if reason is EndReason.INTERRUPT and signum == signal.SIGINT:
             return [(signum, self.interrupt), *terminate]
         return terminate
 
@@ -64,7 +54,7 @@ class Patience:
 DEFAULT_PATIENCE = Patience()
 
 
-class Ending:
+class ExitPolicy:
     """Follows the processes of a job and says which signals they are to get.
 
     Args:
@@ -76,7 +66,7 @@ class Ending:
             such process is left; the default is that it does not.
 
     Examples:
-        >>> ending = Ending([True, True])
+        >>> ending = ExitPolicy([True, True])
         >>> ending.exited(1, 3, now=0.0)
         >>> ending.signal(now=0.0), ending.deadline
         (0, 3.0)
@@ -85,7 +75,7 @@ class Ending:
         >>> ending.exited(0, -15, now=3.1)
         >>> ending.over(now=3.1), ending.exit_code
         (True, 3)
-        >>> ending = Ending([True, False], restarts=[0, 1])
+        >>> ending = ExitPolicy([True, False], restarts=[0, 1])
         >>> ending.exited(1, -9, now=0.0)
         >>> ending.goes_on(1), ending.restarted[1]
         (True, 1)
@@ -100,7 +90,7 @@ class Ending:
     ) -> None:
         self.codes: list[int | None] = [None] * len(essential)
         self.first_failure: int | None = None
-        self.reason: Reason | None = None
+        self.reason: EndReason | None = None
         self.deadline: float | None = None
         self.restarted = [0] * len(essential)
         self._essential = list(essential)
@@ -125,22 +115,22 @@ class Ending:
             return
         if code != 0 and not self._is_dispensable(index):
             self.first_failure = index
-            self._begin(Reason.FAILURE, now)
+            self._begin(EndReason.FAILURE, now)
         elif code == 0 and all(c == 0 for c, e in zip(self.codes, self._essential, strict=True) if e):
-            self._begin(Reason.DONE, now)
+            self._begin(EndReason.DONE, now)
 
     def interrupt(self, signum: int, now: float) -> None:
         """The user wants the job to end; each further time, the next stronger signal is due at once."""
-        if self.reason in (Reason.INTERRUPT, Reason.DONE):
+        if self.reason in (EndReason.INTERRUPT, EndReason.DONE):
             self.deadline = now
         else:
             self._signum = signum
-            self._begin(Reason.INTERRUPT, now)
+            self._begin(EndReason.INTERRUPT, now)
 
     def timeout(self, now: float) -> None:
         """The job has taken too long."""
         if self.reason is None:
-            self._begin(Reason.TIMEOUT, now)
+            self._begin(EndReason.TIMEOUT, now)
 
     # -- answers --------------------------------------------------------------------------------
 
@@ -166,7 +156,7 @@ class Ending:
     @property
     def succeeded(self) -> bool:
         """Whether all processes have succeeded; those that were ended after the others count."""
-        done = self.reason in (None, Reason.DONE)
+        done = self.reason in (None, EndReason.DONE)
         return all(
             code == 0 or (done and not essential and (expendable or not by_itself))
             for code, essential, expendable, by_itself in zip(
@@ -181,9 +171,9 @@ class Ending:
             return 0
         if self.first_failure is not None:
             return shell_code(self.codes[self.first_failure] or 0)
-        if self.reason is Reason.TIMEOUT:
+        if self.reason is EndReason.TIMEOUT:
             return TIMEOUT_CODE
-        if self.reason is Reason.INTERRUPT:
+        if self.reason is EndReason.INTERRUPT:
             return shell_code(-self._signum)
         return shell_code(-int(signal.SIGKILL))
 
@@ -192,7 +182,7 @@ class Ending:
         others = zip(self.codes, self._expendable, strict=True)
         return self._expendable[index] and any(code is None and other for code, other in others)
 
-    def _begin(self, reason: Reason, now: float) -> None:
+    def _begin(self, reason: EndReason, now: float) -> None:
         self.reason = reason
         self._plan = self._patience.plan(reason, self._signum)
         self.deadline = now

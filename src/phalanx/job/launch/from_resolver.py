@@ -20,8 +20,6 @@ from phalanx.errors import ClusterEnvironmentError, InvalidTypeError, InvalidVal
 from phalanx.job.hub.descriptions import Task
 from phalanx.runtime.formatting import shown
 
-__all__ = ["RESOLVERS", "parse_arguments", "parse_task", "resolved", "resolved_config"]
-
 RESOLVERS: dict[str, type[ClusterResolver]] = {
     "gce": GCEClusterResolver,
     "kubernetes": KubernetesClusterResolver,
@@ -69,10 +67,7 @@ def parse_task(text: str) -> Task:
 def resolved(name: str, arguments: Mapping[str, Any], task: Task | None) -> SimpleClusterResolver:
     """The cluster and the task of this process, from the resolver with this name.
 
-    Args:
-        name: one of `RESOLVERS`.
-        arguments: the arguments of the resolver.
-        task: which task this process is, for resolvers that cannot know it.
+    `task` says which task this process is, for resolvers that cannot know it.
     """
     try:
         resolver = RESOLVERS[name](**arguments)

@@ -37,12 +37,12 @@ TERM_SECONDS = 2.0
 """How long processes may take to end by themselves after a SIGTERM."""
 
 
-def brand(pid: int, mark: str) -> None:
+def mark_process(pid: int, mark: str) -> None:
     """Give a process a mark that its children inherit whatever environment they get; Linux only."""
     _set_limit(pid, numbers(mark).start)
 
 
-def unbrand() -> None:
+def unmark_this_process() -> None:
     """Take the mark off this process."""
     _set_limit(os.getpid(), None)
 
@@ -114,26 +114,26 @@ def send_to_marked(mark: str, signum: int) -> bool:
     return bool(pids)
 
 
-def end_all(mark: str, groups: Iterable[int], patience: float = TERM_SECONDS) -> None:
+def end_all(mark: str, groups: Iterable[int]) -> None:
     """End process groups and marked processes: SIGTERM, and SIGKILL to what is left."""
     groups = list(groups)
 
     def send(signum: int) -> bool:
         return any([*(send_to_group(g, signum) for g in groups), send_to_marked(mark, signum)])
 
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + TERM_SECONDS
     alive = send(signal.SIGTERM)
     while alive and time.monotonic() < deadline:
         time.sleep(0.02)
         alive = send(0)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + TERM_SECONDS
     while send(signal.SIGKILL) and time.monotonic() < deadline:
         time.sleep(0.02)  # what is being forked while it is killed is found in the next round
 
 
 def main() -> None:
     """Follow the launcher's messages until it says goodbye or dies."""
-    unbrand()  # where a job runs inside a job, the outer one must not end this process
+    unmark_this_process()  # where a job runs inside a job, the outer one must not end this process
     mark = ""
     groups: set[int] = set()
     for line in sys.stdin:

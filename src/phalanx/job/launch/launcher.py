@@ -6,22 +6,22 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from phalanx.job.hub.descriptions import Failure, Task
 from phalanx.job.hub.server import Hub
-from phalanx.job.launch.exit_policy import DEFAULT_PATIENCE, Ending, Patience, Reason
+from phalanx.job.launch.exit_policy import DEFAULT_PATIENCE, EndReason, ExitPolicy, Patience
 from phalanx.job.launch.output import failure_report
 from phalanx.job.launch.ports import PortReservation
 from phalanx.job.launch.process_group import (
     Command,
+    GroupOutcome,
     Interrupts,
-    Outcome,
     Sink,
     Spawn,
-    run_gang,
+    run_process_group,
     spawn_here,
 )
 from phalanx.job.launch.ray_engine import RayCluster, RayOptions
@@ -38,61 +38,38 @@ from phalanx.job.registry import RunningJob, announced
 from phalanx.job.state_folders import STATE, folder_of_job
 from phalanx.runtime.deadlines import worker_deadline
 
-__all__ = ["Hosts", "Job", "JobOutcome", "View", "members", "planned_commands", "run_job"]
-
 _DEATH_SECONDS = 0.3
 """How long the hub waits to learn how a process ended whose connection has closed."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Hosts that are reached over ssh.
+    """Hosts that are reached over ssh."""
 
-    Args:
-        names: the hosts, with commas between them.
-        ssh: the command that logs in.
-        hub_address: the address of this machine that the hosts reach; found out if it is not given.
-    """
-
-    names: str
-    ssh: str = "ssh -o BatchMode=yes"
-    hub_address: str | None = None
+    names: str  # with commas between them
+    ssh: str = "ssh -o BatchMode=yes"  # the command that logs in
+    hub_address: str | None = None  # of this machine, as the hosts reach it; else it is found out
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, and how.
+    """What to run, and how."""
 
-    Args:
-        argv: the program and its arguments, the same for all tasks.
-        tasks: the tasks, without addresses.
-        name: what the job is called.
-        environ: the environment that all processes have in common.
-        cwd: the folder they start in.
-        devices: the number of logical CPU devices of each process; None leaves it to them.
-        retain_memory: whether the C library of the processes keeps freed memory.
-        timeout: how many seconds the job may take, restarts included.
-        restarts: how often all processes are started again after a failure; with parameter servers,
-            how often each process is started again on its own.
-        patience: how long processes may take to end.
-        hosts: where the processes run; None for this machine.
-        ray: how the processes are placed on a Ray cluster; None does without Ray.
-        python: the interpreter on other hosts.
-    """
-
-    argv: Sequence[str]
-    tasks: Sequence[Task]
-    name: str
+    argv: Sequence[str]  # the program and its arguments, the same for all tasks
+    tasks: Sequence[Task]  # without addresses
+    name: str  # what the job is called
+    # The environment that all processes have in common, and the folder they start in.
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
     cwd: str = field(default_factory=os.getcwd)
-    devices: int | None = None
-    retain_memory: bool = False
-    timeout: float | None = None
+    devices: int | None = None  # logical CPU devices of each process; None leaves it to them
+    retain_memory: bool = False  # whether the C library of the processes keeps freed memory
+    timeout: float | None = None  # seconds that the job may take, restarts included
+    # How often all processes are started again after a failure; with parameter servers, each alone.
     restarts: int = 0
-    patience: Patience = DEFAULT_PATIENCE
-    hosts: Hosts | None = None
-    ray: RayOptions | None = None
-    python: str = "python3"
+    patience: Patience = DEFAULT_PATIENCE  # how long processes may take to end
+    hosts: Hosts | None = None  # where the processes run; None for this machine
+    ray: RayOptions | None = None  # how they are placed on a Ray cluster; None does without Ray
+    python: str = "python3"  # the interpreter on other hosts
 
 
 @dataclass(frozen=True)
@@ -104,13 +81,13 @@ class JobOutcome:
     """
 
     exit_code: int
-    gang: Outcome
+    processes: GroupOutcome
     culprit: Task | None = None
     failure: Failure | None = None
     report: list[str] = field(default_factory=list)
 
 
-class View(Sink, Protocol):
+class JobDisplay(Sink, Protocol):
     """Shows a job to people."""
 
     def restarts(self, task: Task, code: int, count: int) -> None:
@@ -139,7 +116,7 @@ def is_restarted_in_parts(tasks: Sequence[Task]) -> bool:
     return any(task.type == "ps" for task in tasks)
 
 
-def ending_of(job: Job) -> Ending:
+def ending_of(job: Job) -> ExitPolicy:
     """When a job is over, and which of its processes are started again."""
     types = [task.type for task in job.tasks]
     in_parts = is_restarted_in_parts(job.tasks)
@@ -147,7 +124,7 @@ def ending_of(job: Job) -> Ending:
     if "evaluator" in types:
         patience = replace(patience, finish=max(patience.finish, worker_deadline()))
     has_coordinator = in_parts and "chief" in types
-    return Ending(
+    return ExitPolicy(
         essential_tasks(job.tasks),
         patience,
         restarts=[job.restarts if in_parts else 0] * len(types),
@@ -155,7 +132,7 @@ def ending_of(job: Job) -> Ending:
     )
 
 
-def run_job(job: Job, view: View) -> JobOutcome:
+def run_job(job: Job, view: JobDisplay) -> JobOutcome:
     """Run a job until it has succeeded, or has failed and is not to be restarted."""
     give_up = None if job.timeout is None else time.monotonic() + job.timeout
     with Interrupts() as interrupts:
@@ -163,7 +140,7 @@ def run_job(job: Job, view: View) -> JobOutcome:
         for attempt in range(restarts + 1):
             left = None if give_up is None else max(0.0, give_up - time.monotonic())
             outcome = _attempt(job, view, attempt, left, interrupts)
-            again = outcome.gang.reason is Reason.FAILURE and attempt < restarts
+            again = outcome.processes.reason is EndReason.FAILURE and attempt < restarts
             if outcome.exit_code != 0:
                 view.failed(outcome, again)
             if not again:
@@ -172,13 +149,13 @@ def run_job(job: Job, view: View) -> JobOutcome:
 
 
 def _attempt(
-    job: Job, view: View, attempt: int, timeout: float | None, interrupts: Interrupts
+    job: Job, view: JobDisplay, attempt: int, timeout: float | None, interrupts: Interrupts
 ) -> JobOutcome:
-    processes: dict[Task, Running] = {}
+    running: dict[Task, Running] = {}
     ending = ending_of(job)
 
     def cause_of_death(task: Task) -> int | None:
-        return processes[task].wait(_DEATH_SECONDS) if task in processes else None
+        return running[task].wait(_DEATH_SECONDS) if task in running else None
 
     with contextlib.ExitStack() as stack:
         spawn: Spawn = spawn_here
@@ -192,8 +169,9 @@ def _attempt(
             state = str(stack.enter_context(folder_of_job()))
             job = replace(job, environ={**job.environ, STATE: state})
         token = secrets.token_hex(16)
+        local = job.hosts is None
         hub = stack.enter_context(
-            Hub(members(tasks), token, host, cause_of_death=_local(job, cause_of_death))
+            Hub(members(tasks), token, host, cause_of_death=cause_of_death if local else None)
         )
         stack.enter_context(
             announced(
@@ -212,19 +190,18 @@ def _attempt(
             view.restarts(tasks[index], code, count)
             return planned_commands(job, tasks, hub.address, token, count)[index]
 
-        gang = run_gang(
+        outcome = run_process_group(
             planned_commands(job, tasks, hub.address, token, attempt),
             view,
             ending=ending,
             timeout=timeout,
             interrupts=interrupts,
-            started=lambda running: processes.update(zip(tasks, running, strict=True)),
+            started=lambda index, process: running.update({tasks[index]: process}),
             exited=exited,
             again=again,
-            restarted=lambda index, process: processes.update({tasks[index]: process}),
             spawn=spawn,
         )
-        return _judge(tasks, gang, hub.failure)
+        return _judge(tasks, outcome, hub.failure)
 
 
 def _servers(tasks: Sequence[Task]) -> dict[str, str]:
@@ -234,30 +211,24 @@ def _servers(tasks: Sequence[Task]) -> dict[str, str]:
     return {str(task): task.address for task in tasks if task.type != "evaluator"}
 
 
-def _local(
-    job: Job, cause_of_death: Callable[[Task], int | None]
-) -> Callable[[Task], int | None] | None:
-    return cause_of_death if job.hosts is None else None
-
-
-def _judge(tasks: Sequence[Task], gang: Outcome, failure: Failure | None) -> JobOutcome:
+def _judge(tasks: Sequence[Task], processes: GroupOutcome, failure: Failure | None) -> JobOutcome:
     """Name the process to blame: the one that the hub blames, or else the first that failed.
 
     A process that waits for a failed one may well end before it.
     """
-    if gang.reason is not Reason.FAILURE or gang.first_failure is None:
-        return JobOutcome(gang.exit_code, gang, failure=failure)
+    if processes.reason is not EndReason.FAILURE or processes.first_failure is None:
+        return JobOutcome(processes.exit_code, processes, failure=failure)
     names = [str(task) for task in tasks]
-    culprit = gang.first_failure
-    exit_code = gang.exit_code
+    culprit = processes.first_failure
+    exit_code = processes.exit_code
     if failure is not None and failure.task in names:
         blamed = names.index(failure.task)
-        code = gang.codes[blamed]
+        code = processes.codes[blamed]
         if code:
             culprit = blamed
-            exit_code = shell_code(code) if gang.by_itself[blamed] else exit_code
-    report = failure_report(gang.tails[culprit])
-    return JobOutcome(exit_code, gang, tasks[culprit], failure, report)
+            exit_code = shell_code(code) if processes.by_itself[blamed] else exit_code
+    report = failure_report(processes.tails[culprit])
+    return JobOutcome(exit_code, processes, tasks[culprit], failure, report)
 
 
 # -- where the tasks are -------------------------------------------------------------------------

@@ -6,8 +6,6 @@ import re
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["LineSplitter", "Tail", "failure_report", "printable"]
-
 LINE_LIMIT = 1 << 20
 """A longer line is cut, so that a stream without line ends does not fill the memory."""
 

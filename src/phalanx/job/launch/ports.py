@@ -5,11 +5,8 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterator
-from types import TracebackType
 
 from phalanx.errors import InvalidValueError, ResourceExhaustedError
-
-__all__ = ["PortReservation"]
 
 _LOWEST, _HIGHEST = 10_240, 65_535
 _MANY = 1000
@@ -55,12 +52,7 @@ class PortReservation:
     def __enter__(self) -> PortReservation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

@@ -11,14 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
-from phalanx.job.launch.exit_policy import DEFAULT_PATIENCE, Ending, Patience, Reason
+from phalanx.job.launch.exit_policy import DEFAULT_PATIENCE, EndReason, ExitPolicy, Patience
 from phalanx.job.launch.output import LineSplitter, Tail
 from phalanx.job.launch.worker_process import Guard, Process, Running
-
-__all__ = ["Command", "Interrupts", "Outcome", "Sink", "Spawn", "run_gang", "spawn_here"]
 
 _LINGER_SECONDS = 1.0
 """How long the children of a process that has ended may clean up."""
@@ -59,7 +57,7 @@ def spawn_here(index: int, command: Command, guard: Guard) -> Running:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GroupOutcome:
     """How a job ended.
 
     `codes` are the exit codes of the processes, -n if signal n ended one and None if it could not be
@@ -69,7 +67,7 @@ class Outcome:
 
     exit_code: int
     codes: list[int | None]
-    reason: Reason | None
+    reason: EndReason | None
     first_failure: int | None
     by_itself: list[bool]
     tails: list[list[str]] = field(repr=False)
@@ -117,12 +115,7 @@ class Interrupts:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self.wakeup.close()
@@ -136,20 +129,19 @@ class Interrupts:
             self._waker.send(b"!")
 
 
-def run_gang(
+def run_process_group(
     commands: Sequence[Command],
     sink: Sink,
     *,
-    ending: Ending | None = None,
+    ending: ExitPolicy | None = None,
     patience: Patience = DEFAULT_PATIENCE,
     timeout: float | None = None,
     interrupts: Interrupts | None = None,
-    started: Callable[[list[Running]], None] | None = None,
+    started: Callable[[int, Running], None] | None = None,
     exited: Callable[[int, int], None] | None = None,
     again: Callable[[int, int, int], Command] | None = None,
-    restarted: Callable[[int, Running], None] | None = None,
     spawn: Spawn = spawn_here,
-) -> Outcome:
+) -> GroupOutcome:
     """Start all commands and wait until all have ended; none outlives the call.
 
     The first failure ends the others. So does a signal to this process, if `interrupts` collects them,
@@ -162,29 +154,27 @@ def run_gang(
         patience: how long processes may take to end, without `ending`.
         timeout: how many seconds the job may take.
         interrupts: where signals to this process are collected.
-        started: called with the processes when all have been started.
+        started: called with the index of each process that was started, also again, and the process.
         exited: called with the index and the exit code of each process that ends while the job runs
             and is not started again.
         again: called with the index and the exit code of a process that is to be started again, and
             how often it has been; says what to start.
-        restarted: called with the index of a process that was started again, and the new process.
         spawn: starts processes.
     """
-    with Guard() as guard, contextlib.ExitStack() as stack:
-        gang = _Gang(sink, ending or Ending([True] * len(commands), patience), guard, spawn)
-        gang.exited, gang.again, gang.restarted = exited, again, restarted
-        stack.callback(gang.close)
-        for command in commands:
-            gang.start(command)
-        if started is not None:
-            started([member.process for member in gang.members])
-        gang.run(interrupts, timeout)
-        gang.close()
-        return gang.outcome()
+    ending = ending or ExitPolicy([True] * len(commands), patience)
+    with (
+        Guard() as guard,
+        contextlib.closing(_ProcessGroup(sink, ending, guard, spawn, started, exited, again)) as group,
+    ):
+        for index, command in enumerate(commands):
+            group.start(index, command)
+        group.run(interrupts, timeout)
+        group.close()
+        return group.outcome()
 
 
 class _Member:
-    """One process of the gang, with its streams."""
+    """One process of the group, with its streams."""
 
     def __init__(self, command: Command, process: Running, overwrite: bool) -> None:
         self.process = process
@@ -207,33 +197,35 @@ class _Member:
             self.process.send(signum)
 
 
-class _Gang:
+class _ProcessGroup:
     """The loop that reads, waits and signals."""
 
-    def __init__(self, sink: Sink, ending: Ending, guard: Guard, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        ending: ExitPolicy,
+        guard: Guard,
+        spawn: Spawn,
+        started: Callable[[int, Running], None] | None,
+        exited: Callable[[int, int], None] | None,
+        again: Callable[[int, int, int], Command] | None,
+    ) -> None:
         self.members: list[_Member] = []
-        self.exited: Callable[[int, int], None] | None = None
-        self.again: Callable[[int, int, int], Command] | None = None
-        self.restarted: Callable[[int, Running], None] | None = None
-        self._sink = sink
-        self._ending = ending
-        self._guard, self._spawn = guard, spawn
+        self._sink, self._ending, self._guard, self._spawn = sink, ending, guard, spawn
+        self._started, self._exited, self._again = started, exited, again
+        self._reader_is_gone = False
         self._selector = selectors.DefaultSelector()
 
-    def start(self, command: Command) -> None:
-        index = len(self.members)
-        self.members.append(self._member(index, command))
-        self._watch(index)
-
-    def _member(self, index: int, command: Command) -> _Member:
+    def start(self, index: int, command: Command) -> None:
+        """Start a process, or start it again."""
         process = self._spawn(index, command, self._guard)
-        return _Member(command, process, self._sink.overwrite)
-
-    def _watch(self, index: int) -> None:
-        member = self.members[index]
-        for fd in (*member.open, member.process.exit_fd):
+        member = _Member(command, process, self._sink.overwrite)
+        self.members[index : index + 1] = [member]
+        for fd in (*member.open, process.exit_fd):
             if fd is not None:
                 self._selector.register(fd, selectors.EVENT_READ, index)
+        if self._started is not None:
+            self._started(index, process)
 
     def run(self, interrupts: Interrupts | None, timeout: float | None) -> None:
         if interrupts is not None:
@@ -248,7 +240,7 @@ class _Gang:
             for index, member in enumerate(self.members):
                 if not member.closed:
                     self._look_after(index, member, now)
-            self._guarded(self._sink.flush)
+            self._write(self._sink.flush)
 
     def close(self) -> None:
         """Kill whatever is left; nothing is, unless there was an error."""
@@ -256,9 +248,9 @@ class _Gang:
             self._close_member(index, member)
         self._selector.close()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> GroupOutcome:
         ending = self._ending
-        return Outcome(
+        return GroupOutcome(
             exit_code=ending.exit_code,
             codes=ending.codes,
             reason=ending.reason,
@@ -311,14 +303,10 @@ class _Gang:
 
     def _start_again(self, index: int, member: _Member) -> None:
         assert member.code is not None
-        if self._ending.reason is not None or self.again is None:  # the job ends: it does not
+        if self._ending.reason is not None or self._again is None:  # the job ends: it does not
             self._ending.exited(index, member.code, time.monotonic())
-            return
-        command = self.again(index, member.code, self._ending.restarted[index])
-        self.members[index] = self._member(index, command)
-        self._watch(index)
-        if self.restarted is not None:
-            self.restarted(index, self.members[index].process)
+        else:
+            self.start(index, self._again(index, member.code, self._ending.restarted[index]))
 
     def _notice_exit(self, index: int, member: _Member) -> None:
         code = member.process.code
@@ -330,9 +318,9 @@ class _Gang:
         member.code = code
         member.linger_until = now + _LINGER_SECONDS
         self._ending.exited(index, code, now)
-        is_news = self._ending.reason is not Reason.DONE and not self._ending.goes_on(index)
-        if self.exited is not None and is_news:
-            self.exited(index, code)
+        is_news = self._ending.reason is not EndReason.DONE and not self._ending.goes_on(index)
+        if self._exited is not None and is_news:
+            self._exited(index, code)
 
     def _read(self, index: int, member: _Member, fd: int) -> None:
         try:
@@ -364,24 +352,14 @@ class _Gang:
         for line in lines:
             if error:
                 member.tail.add(line)
-            self._guarded(self._sink.line, index, error, line)
+            self._write(self._sink.line, index, error, line)
 
-    def _guarded(self, write: Callable[..., None], *args: Any) -> None:
+    def _write(self, write: Callable[..., None], *args: Any) -> None:
         """Write; if the reader is gone, end the job quietly."""
+        if self._reader_is_gone:
+            return
         try:
             write(*args)
         except BrokenPipeError:
-            self._sink = _Nowhere()
+            self._reader_is_gone = True
             self._ending.interrupt(signal.SIGPIPE, time.monotonic())
-
-
-class _Nowhere:
-    """Takes what is not wanted."""
-
-    overwrite = False
-
-    def line(self, index: int, error: bool, line: bytes) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass

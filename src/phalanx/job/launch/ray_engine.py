@@ -26,8 +26,6 @@ from phalanx.job.launch.worker_process import Guard
 from phalanx.net.addresses import join_address
 from phalanx.runtime.formatting import shown
 
-__all__ = ["RayCluster", "RayOptions", "RayProcess", "parse_resources"]
-
 _LOOPBACK = "127.0.0.1"
 _READ = 5.0  # seconds that an actor waits for output before it says that there is none
 _ANSWER = 60.0  # seconds within which an actor answers
@@ -80,12 +78,7 @@ def parse_resources(words: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 class RayCluster:
-    """Actors for the tasks of a job, as a context manager.
-
-    Args:
-        tasks: the tasks, without addresses.
-        options: how they are placed.
-    """
+    """Actors for the tasks of a job, as a context manager."""
 
     def __init__(self, tasks: Sequence[Task], options: RayOptions) -> None:
         self._options, self._wanted = options, list(tasks)
@@ -229,11 +222,6 @@ class RayProcess:
     """The process of a task, in an actor; to be used as a process of this machine is.
 
     A thread asks the actor for what the process prints, and writes it to pipes.
-
-    Args:
-        ray: the package.
-        actor: a `RayTask` whose process has been started.
-        name: of the task.
     """
 
     def __init__(self, ray: Any, actor: Any, name: str) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 from phalanx.job.launch.ports import PortReservation
 from phalanx.job.launch.worker_process import Guard, Process
 
-__all__ = ["RayTask"]
-
 _CHUNK = 1 << 16
 _LOOK_EVERY = 1.0  # seconds
 

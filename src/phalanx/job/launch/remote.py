@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from phalanx.errors import InvalidValueError, UnavailableError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["agent_command", "agent_order", "own_address", "parse_hosts", "shell_text"]
-
 FIRST_PORT = 12_300
 """The port of the first task on a host whose port was not given."""
 

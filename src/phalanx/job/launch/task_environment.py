@@ -10,15 +10,6 @@ from phalanx.errors import InvalidValueError
 from phalanx.job.hub.descriptions import Task
 from phalanx.runtime.cpu_pool import cpu_device_environment
 
-__all__ = [
-    "RETAIN_MEMORY",
-    "essential_tasks",
-    "job_tasks",
-    "task_environment",
-    "tf_config",
-    "with_addresses",
-]
-
 RETAIN_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
@@ -92,14 +83,7 @@ def task_environment(
 ) -> dict[str, str]:
     """The environment of one task's process.
 
-    Args:
-        environ: the environment to begin with.
-        config: the value of TF_CONFIG.
-        hub: the address of the job's hub.
-        token: what proves to the hub that the process belongs to the job.
-        devices: the number of logical CPU devices; None leaves it to the process.
-        retain_memory: whether the C library keeps freed memory.
-        restart: how often the job has been restarted.
+    `devices` of None leaves their number to the process; `restart` counts the restarts of the job.
     """
     result = dict(environ)
     if devices is not None:

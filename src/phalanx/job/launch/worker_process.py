@@ -12,14 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Protocol
 
 from phalanx.errors import NotFoundError
+from phalanx.job.hub.descriptions import signal_name
 from phalanx.job.launch import guard as guard_program
 from phalanx.runtime.formatting import shown
-
-__all__ = ["Guard", "Process", "Running", "describe_code", "shell_code"]
 
 _REAP_SECONDS = 5.0
 
@@ -39,12 +37,7 @@ def describe_code(code: int) -> str:
     >>> describe_code(3), describe_code(-9)
     ('exit code 3', 'signal SIGKILL')
     """
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
+    return f"exit code {code}" if code >= 0 else f"signal {signal_name(-code) or -code}"
 
 
 class Guard:
@@ -89,12 +82,7 @@ class Guard:
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _tell(self, message: str) -> None:
@@ -143,14 +131,8 @@ class Process:
     The process leads a session of its own, so that Ctrl-C in the terminal does not reach it and signals
     reach all its children.
 
-    Args:
-        argv: the program and its arguments.
-        environ: its whole environment.
-        guard: who ends it if this process dies.
-        name: what the process is called within the job; part of its mark.
-        cwd: the folder it starts in.
-        stdin: whether `stdin` is a pipe; else there is no input.
-        pass_fds: file descriptors that it inherits.
+    `guard` ends it if this process dies; `name` is what it is called within the job. With `stdin` its
+    input is a pipe, else it has none.
     """
 
     def __init__(
@@ -182,7 +164,7 @@ class Process:
             raise NotFoundError(
                 f"The program cannot be started: {error.strerror}. Received: {shown(argv[0])}"
             ) from error
-        guard_program.brand(self.pid, self._mark)
+        guard_program.mark_process(self.pid, self._mark)
         guard.watch(self.pid)
         self.exit_fd = _exit_fd(self.pid)
         assert self._popen.stdout is not None

@@ -38,7 +38,7 @@ SMALL = 50_000
 
 
 @dataclass(frozen=True)
-class Step:
+class EliminationStep:
     """The elimination of one variable.
 
     Args:
@@ -69,7 +69,7 @@ class Bucket:
         best: the best value of the variable for each entry of the message.
     """
 
-    step: Step
+    step: EliminationStep
     factors: list[Factor]
     message: Factor | None = None
     best: npt.NDArray[np.intp] | None = None
@@ -91,7 +91,7 @@ class Elimination:
     values: list[int] = field(default_factory=list)
 
 
-def order(problem: Problem) -> list[Step]:
+def order(problem: Problem) -> list[EliminationStep]:
     """The order in which variables go: always the one that makes the smallest table.
 
     Of tables that are all small, those come first that depend on the fewest others. So equal blocks of
@@ -112,7 +112,7 @@ def order(problem: Problem) -> list[Step]:
     heap = list(ranks)
     heapq.heapify(heap)
     gone = [False] * len(sizes)
-    steps: list[Step] = []
+    steps: list[EliminationStep] = []
     while heap:
         found = heapq.heappop(heap)
         v = found[2]
@@ -120,7 +120,7 @@ def order(problem: Problem) -> list[Step]:
             continue
         gone[v] = True
         scope = tuple(sorted(near[v]))
-        steps.append(Step(v, scope))
+        steps.append(EliminationStep(v, scope))
         for n in scope:
             near[n].discard(v)
             near[n].update(m for m in scope if m != n)
@@ -132,7 +132,7 @@ def order(problem: Problem) -> list[Step]:
     return steps
 
 
-class Tables:
+class TableCache:
     """Computed tables, so that what is the same is computed once."""
 
     def __init__(self) -> None:
@@ -149,7 +149,9 @@ class Tables:
             self._known[key] = cost + price * memory, np.zeros(0, np.intp)
         return self._known[key][0]
 
-    def eliminated(self, step: Step, factors: Sequence[Factor]) -> tuple[Table, npt.NDArray[np.intp]]:
+    def eliminated(
+        self, step: EliminationStep, factors: Sequence[Factor]
+    ) -> tuple[Table, npt.NDArray[np.intp]]:
         """The best cost and the best value for each entry of the scope."""
         place = {v: i for i, v in enumerate((*step.scope, step.variable))}
         key = tuple(sorted((id(f.table), tuple(place[v] for v in f.scope)) for f in factors))
@@ -179,10 +181,10 @@ def joined(scope: Sequence[int], factors: Iterable[Factor]) -> Table:
 
 def eliminate(
     problem: Problem,
-    steps: Sequence[Step],
+    steps: Sequence[EliminationStep],
     *,
     price: float = 0.0,
-    known: Tables | None = None,
+    known: TableCache | None = None,
     cap: int = CAP,
     deadline: float | None = None,
 ) -> Elimination:
@@ -196,7 +198,7 @@ def eliminate(
         cap: the entries that a table may have.
         deadline: when to settle for small tables, by `time.monotonic`.
     """
-    known = known or Tables()
+    known = known or TableCache()
     waiting: list[list[Factor]] = [[] for _ in problem.sizes]
     turn = {step.variable: i for i, step in enumerate(steps)}
     bound, exact = 0.0, True
@@ -222,7 +224,7 @@ def eliminate(
         limit = min(cap, SMALL) if late else cap
         for group in _groups(problem, step.variable, factors, limit):
             scope = tuple(sorted({v for f in group for v in f.scope} - {step.variable}))
-            table, best = known.eliminated(Step(step.variable, scope), group)
+            table, best = known.eliminated(EliminationStep(step.variable, scope), group)
             message = Factor(scope, table)
             if len(group) == len(factors):
                 bucket.message, bucket.best = message, best
@@ -267,7 +269,7 @@ def _row(factor: Factor, variable: int, values: Sequence[int]) -> Table:
     return factor.table[tuple(slice(None) if v == variable else values[v] for v in factor.scope)]
 
 
-def largest(problem: Problem, steps: Sequence[Step]) -> int:
+def largest(problem: Problem, steps: Sequence[EliminationStep]) -> int:
     """The entries of the largest table that an order makes."""
     return max((prod(problem.sizes[v] for v in (s.variable, *s.scope)) for s in steps), default=0)
 

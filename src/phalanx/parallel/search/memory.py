@@ -20,8 +20,8 @@ from phalanx.parallel.search.elimination import (
     PRUNE_ABOVE,
     Bucket,
     Elimination,
-    Step,
-    Tables,
+    EliminationStep,
+    TableCache,
     eliminate,
     is_small,
     largest,
@@ -63,7 +63,7 @@ def solve_within(
     problem: Problem, budget: float, *, cap: int = CAP, deadline: float | None = None
 ) -> Solution | Smallest:
     """The cheapest assignment that holds at most `budget` bytes; the smallest one if none does."""
-    steps, known = order(problem), Tables()
+    steps, known = order(problem), TableCache()
     wide = largest(problem, steps) > PRUNE_ABOVE
 
     def at(price: float) -> tuple[Elimination, Solution]:
@@ -203,7 +203,7 @@ class _Fronts:
     def __init__(
         self,
         problem: Problem,
-        steps: Sequence[Step],
+        steps: Sequence[EliminationStep],
         found: Elimination,
         price: float,
         deadline: float | None,

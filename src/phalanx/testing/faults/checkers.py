@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from phalanx.testing.faults.history import (
-    Ended,
+    ClosureEnded,
     Final,
     Happened,
     History,
@@ -74,7 +74,7 @@ def nothing_lost(history: History) -> Iterator[str]:
             if not known.done[server] <= seen:
                 gone = sorted(known.done[server] - seen)
                 yield f"closures {gone} were done, but {_name(view)} does not see them on {server}"
-    for event in history.all(Ended):
+    for event in history.all(ClosureEnded):
         for closure in submitted[event.closure].needs:
             for server in submitted[closure].servers:
                 if event.view is not None and closure not in event.view.seen[server]:
@@ -110,7 +110,7 @@ class _Known:
 def _with_known(history: History) -> Iterator[tuple[View, _Known]]:
     """Each read, and what was known in its run before it began."""
     servers = {event.closure: event.servers for event in history.all(Submitted)}
-    done = sorted((e for e in history.all(Ended) if e.outcome == "done"), key=lambda e: -e.at)
+    done = sorted((e for e in history.all(ClosureEnded) if e.outcome == "done"), key=lambda e: -e.at)
     known: dict[int, _Known] = defaultdict(_Known)
     for view in sorted(history.views, key=lambda v: v.begun):
         while done and done[-1].at < view.begun:
@@ -142,7 +142,7 @@ def staleness_held(history: History, bound: int | None) -> Iterator[str]:
 def errors_once(history: History) -> Iterator[str]:
     """Errors that are raised are those of closures that failed, each at most once, and one at least."""
     raised = [(event.run, event.closure) for event in history.all(Raised)]
-    failed = {(e.run, e.closure) for e in history.all(Ended) if e.outcome == "failed"}
+    failed = {(e.run, e.closure) for e in history.all(ClosureEnded) if e.outcome == "failed"}
     for key in sorted(set(raised)):
         if raised.count(key) > 1:
             yield f"the error of closure {key[1]} was raised {raised.count(key)} times"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 __all__ = [
-    "Ended",
+    "ClosureEnded",
     "Event",
     "Final",
     "Happened",
@@ -60,7 +60,7 @@ class Submitted:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ClosureEnded:
     """The coordinator said what has become of a closure.
 
     Args:
@@ -149,10 +149,10 @@ class Final:
     later: tuple[tuple[int, ...], ...]
 
 
-Event = View | Submitted | Ended | Restarted | Raised | Happened | Named | Final
-AnEvent = TypeVar("AnEvent", View, Submitted, Ended, Restarted, Raised, Happened, Named, Final)
+Event = View | Submitted | ClosureEnded | Restarted | Raised | Happened | Named | Final
+AnEvent = TypeVar("AnEvent", View, Submitted, ClosureEnded, Restarted, Raised, Happened, Named, Final)
 
-AClosure = TypeVar("AClosure", Submitted, Ended)
+AClosure = TypeVar("AClosure", Submitted, ClosureEnded)
 
 
 @dataclass
@@ -175,9 +175,9 @@ class History:
         return self._latest(Submitted)
 
     @property
-    def outcomes(self) -> dict[int, Ended]:
+    def outcomes(self) -> dict[int, ClosureEnded]:
         """What became of each closure that counts."""
-        return self._latest(Ended)
+        return self._latest(ClosureEnded)
 
     def _latest(self, kind: type[AClosure]) -> dict[int, AClosure]:
         found: dict[int, AClosure] = {}
@@ -192,4 +192,4 @@ class History:
     def views(self) -> list[View]:
         """All reads, also those of closures."""
         views = list(self.all(View))
-        return views + [event.view for event in self.all(Ended) if event.view is not None]
+        return views + [event.view for event in self.all(ClosureEnded) if event.view is not None]
