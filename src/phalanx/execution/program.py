@@ -327,24 +327,25 @@ def _unpadding(shapes: tuple[Shape, ...]) -> Callable[[jax.Array], Any]:
 class _Plain:
     """Makes results that belong to no replica: arrays that follow the computation."""
 
-    __slots__ = ("_device", "_sharding", "_take")
+    __slots__ = ("_aval", "_device", "_sharding", "_take")
 
     def __init__(self, device: jax.Device | None = None) -> None:
         self._device = device
-        self._sharding: Any = None  # of the last array: asking for its devices takes long
+        # Of the last array: mostly the next one is like it, and asking for its devices takes long.
+        self._aval: Any = None
+        self._sharding: Any = None
         self._take: Callable[[jax.Array], jax.Array] = compat.uncommitted
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if x.sharding is not self._sharding:
+        if x.sharding is not self._sharding or x.aval is not self._aval:
             self._take = self._way(x)
-            self._sharding = x.sharding
+            self._sharding, self._aval = x.sharding, x.aval
         return self._take(x)
 
     def _way(self, x: jax.Array) -> Callable[[jax.Array], jax.Array]:
         if len(x.devices()) == 1:
             return compat.uncommitted
-        device = self._device
-        return (lambda x: compat.one_piece(x, device)) if x.is_fully_replicated else _as_it_is
+        return compat.one_piece_taker(x, self._device) if x.is_fully_replicated else _as_it_is
 
 
 def _as_it_is(x: jax.Array) -> jax.Array:

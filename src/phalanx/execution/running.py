@@ -101,7 +101,8 @@ class Runner:
         THROTTLE.make_room()
         if not others and not self._bundled:
             return self._overwrite_again(bundle, others, read, arrays, then)
-        return transactions.STEPS.run(self._overwrite_again, bundle, others, read, arrays, then)
+        with uninterrupted():
+            return self._overwrite_again(bundle, others, read, arrays, then)
 
     def _compile(self, code: Any, *inputs: Any) -> None:
         """Compile, before anything waits for the program, and where Ctrl-C can end it."""
@@ -131,9 +132,12 @@ class Runner:
         arrays: list[Any],
         then: Callable[[], None] | None,
     ) -> list[jax.Array] | None:
-        """The same if nothing has touched the bundled variables since the last time, else None."""
+        """The same if nothing has touched the bundled variables since the last time, else None.
+
+        It needs no turn of its own: a step that takes one from now on must wait for the state.
+        """
         with STATE:
-            if not bundle.is_whole:
+            if not bundle.is_whole or transactions.STEPS.is_taken():
                 return None
             return self._start(bundle, bundle.arrays.copy(), others, read, arrays, then)[0]
 
