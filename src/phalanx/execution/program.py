@@ -93,6 +93,8 @@ class Program:
             return (outputs, state), token(spans_workers)
 
         self._device = used.device
+        # Whether runs need nothing but the bundle, as mostly on several devices.
+        self._is_bundled = self._device is None and not self._alone and not self._besides
         self._after_runs = list(used.after_runs)
         can_fail = _calls_python(self.jaxpr) or (
             spans_workers and transactions.protects_variables(jax.default_backend())
@@ -144,11 +146,14 @@ class Program:
             arrays: the arguments.
             then: called if the step happens, in the same moment.
         """
-        alone, read = _alive(self._alone), _alive(self._besides)
-        if alone is None or read is None:
-            return CHANGED
-        run = self._step.run_again if self._is_here else self._run_again_there
-        outputs = run(alone, read[: len(self._read)], arrays, then)
+        if self._is_bundled:
+            outputs = self._step.run_again((), (), arrays, then)
+        else:
+            alone, read = _alive(self._alone), _alive(self._besides)
+            if alone is None or read is None:
+                return CHANGED
+            run = self._step.run_again if self._is_here else self._run_again_there
+            outputs = run(alone, read[: len(self._read)], arrays, then)
         if outputs is None:
             return CHANGED
         for after in self._after_runs:
