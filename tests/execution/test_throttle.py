@@ -17,9 +17,13 @@ from phalanx.job.shared_programs import SharedProgram
 class Token:
     def __init__(self, log: list[str], name: str) -> None:
         self._log, self._name = log, name
+        self.ready = False
 
     def block_until_ready(self) -> None:
         self._log.append(f"wait {self._name}")
+
+    def is_ready(self) -> bool:
+        return self.ready
 
 
 def test_programs_wait_for_the_one_a_limit_ago() -> None:
@@ -47,6 +51,27 @@ def test_programs_wait_for_each_other_if_the_pool_is_too_small(
         assert throttle.in_flight <= limit
     assert throttle.in_flight == limit
     assert ("PJRT_NPROC=16" in caplog.text) == (limit == 1)
+
+
+def test_programs_that_have_finished_are_forgotten_together() -> None:
+    log: list[str] = []
+    throttle = Throttle(limit=4)
+    tokens = {name: Token(log, name) for name in "abcdef"}
+
+    def program(name: str) -> tuple[str, Any]:
+        return name, tokens[name]
+
+    for name in "abcd":
+        throttle.dispatch(program, name)
+    tokens["b"].ready = tokens["d"].ready = True  # as programs on other devices may
+    throttle.dispatch(program, "e")
+    assert log == ["wait a"]
+    assert throttle.in_flight == 3
+    throttle.dispatch(program, "f")
+    assert log == ["wait a"]
+    throttle.make_room()
+    assert log == ["wait a", "wait c"]
+    assert throttle.in_flight == 2
 
 
 def test_a_program_that_fails_to_start_leaves_no_trace() -> None:

@@ -30,6 +30,7 @@ OPTIONAL: dict[tuple[str, ...], str] = {
     ("jax._src.array:ArrayImpl",): "arrays",
     ("jax._src.array:ArrayImpl._arrays",): "arrays",
     ("jax._src.array:ArrayImpl._fully_replicated_shard",): "arrays",
+    (f"{JAXLIB}array_result_handler",): "arrays",
     (f"{PXLA}batched_device_put",): "arrays",
     ("jax.interpreters.partial_eval:dce_jaxpr",): "reading",
     (f"{CONFIG}config_states",): "threads",

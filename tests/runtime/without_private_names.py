@@ -76,9 +76,12 @@ def arrays(compat: Any) -> None:
     again = compat.assemble((2,), sharding, compat.pieces(whole))
     assert again.tolist() == whole.tolist() == [1.0, 2.0]
     everywhere = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P()))
-    one = compat.one_piece(everywhere, devices[1])
-    assert not one.committed
-    assert one.devices() == {devices[1]}
+    for device in devices:
+        take = compat.one_piece_taker(everywhere, None if device is devices[0] else device)
+        one = take(everywhere)
+        assert not one.committed
+        assert one.devices() == {device}
+        assert one.tolist() == [1.0, 2.0]
 
 
 def backends(compat: Any) -> None:

@@ -64,12 +64,16 @@ def _make_default() -> Mode:
 
 def current_mode() -> Mode:
     """The mode on top of this thread's stack."""
-    return _thread.stack[-1] if _thread.stack else default_mode()
+    stack = _thread.stack
+    return stack[-1] if stack else default_mode()
 
 
 def active_replica() -> ReplicaContext | None:
     """The replica that this thread runs for inside `Strategy.run`; None everywhere else."""
-    mode = current_mode()
+    stack = _thread.stack
+    if not stack:
+        return None
+    mode = stack[-1]
     return None if mode is default_mode() else mode.replica_context
 
 

@@ -116,7 +116,7 @@ class Strategy(StaysHere):
         if options is not None and not isinstance(options, RunOptions):
             raise InvalidTypeError(f"options must be px.RunOptions or None. Received: {shown(options)}")
         ctx.require_cross_replica_or_default(self, "Strategy.run")
-        if not compat.is_transformation(compat.current_trace()):
+        if not compat.in_transformation():
             compiled = getattr(fn, "run_on_replicas", None)
             if compiled is not None:
                 return compiled(self, args, kwargs)

@@ -144,9 +144,8 @@ class Transaction:
 _current: contextvars.ContextVar[Transaction | None] = contextvars.ContextVar("step", default=None)
 
 
-def current() -> Transaction | None:
-    """The step that this code is a part of, if any."""
-    return _current.get()
+current: Callable[[], Transaction | None] = _current.get
+"""The step that this code is a part of, if any."""
 
 
 def atomically(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

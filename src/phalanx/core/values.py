@@ -470,7 +470,7 @@ def _flatten(value: ReplicaValues) -> tuple[tuple[Any, ...], Any]:
     if array is None:
         array = value.array
     if array is not None:
-        return (array,), value.layout
+        return (array,), value._layout
     return value.values, _PARTS
 
 

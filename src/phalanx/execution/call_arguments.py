@@ -114,15 +114,22 @@ class Pattern:
         kwargs: its keyword arguments.
     """
 
-    __slots__ = ("_avals", "_parts", "_spread", "_treedef", "_where")
+    __slots__ = ("_expected", "_hash", "_in_tuple", "_layouts", "_treedef", "_where")
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         flat, treedef = _flatten((args, kwargs))
         self._treedef: Any = treedef
-        _, self._parts, self._where = call.key
+        self._hash = hash(treedef)
+        _, parts, self._where = call.key
         # Most arrays come again with the same type, and with the same devices if they have several.
-        self._avals = [getattr(x, "aval", _NONE) for x in flat]
-        self._spread = [_sharding_over_several(x) for x in flat]
+        avals = [getattr(x, "aval", _NONE) for x in flat]
+        spread = [_sharding_over_several(x) for x in flat]
+        self._expected = list(zip(avals, spread, parts, strict=True))
+        # Mostly a batch is all there is: values of replicas, or a tuple of them.
+        self._in_tuple = len(args) == 1 and type(args[0]) is tuple
+        values = args[0] if self._in_tuple else args
+        is_batch = not kwargs and all(type(x) is PerReplica for x in values)
+        self._layouts = [x.layout for x in values] if is_batch else None
 
     @staticmethod
     def of(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pattern | None:
@@ -133,9 +140,13 @@ class Pattern:
 
     def arrays_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The arrays among the arguments of a call; None if it is not like this one."""
-        flat, treedef = _flatten((args, kwargs))
-        if _differ(treedef, self._treedef):
-            return None
+        flat = None
+        if self._layouts is not None and not kwargs:
+            flat = self._leaves_of_batch(args)
+        if flat is None:
+            flat, treedef = _flatten((args, kwargs))
+            if hash(treedef) != self._hash or treedef != self._treedef:
+                return None
         strategy, is_cross_replica, is_x64 = self._where
         mode = ctx.current_mode()
         if strategy() is not mode.strategy or is_cross_replica is not (mode.replica_context is None):
@@ -143,7 +154,7 @@ class Pattern:
         if is_x64 is not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             return None
         arrays: list[Any] = []
-        for x, aval, spread, part in zip(flat, self._avals, self._spread, self._parts, strict=False):
+        for x, (aval, spread, part) in zip(flat, self._expected):  # noqa: B905 - which takes longer
             if getattr(x, "aval", None) is aval:
                 if x.is_deleted():
                     raise deleted(_ARGUMENT, x)
@@ -155,6 +166,23 @@ class Pattern:
             elif _differ(_constant_key(x), part):
                 return None
         return arrays
+
+    def _leaves_of_batch(self, args: tuple[Any, ...]) -> list[Any] | None:
+        """What `_flatten` returns for arguments like these, in less time; None for others."""
+        values: Any = args
+        if self._in_tuple:
+            if len(args) != 1 or type(args[0]) is not tuple:
+                return None
+            values = args[0]
+        layouts = self._layouts
+        if layouts is None or len(values) != len(layouts) or ctx.active_replica() is not None:
+            return None
+        flat = []
+        for x, layout in zip(values, layouts):  # noqa: B905 - which takes longer
+            if type(x) is not PerReplica or x._global is None or x._layout != layout:
+                return None
+            flat.append(x._global)
+        return flat
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Function(OnePerProcess):
         self, then: Callable[[], None] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the function; `then` is called if the step happens, in the same moment."""
-        if compat.is_transformation(compat.current_trace()):
+        if compat.in_transformation():
             return self.python_function(*args, **kwargs)  # part of a larger program, or of a gradient
         replica = ctx.active_replica()
         if replica is not None and replica.num_replicas_in_sync > 1:

@@ -93,6 +93,8 @@ class Program:
             return (outputs, state), token(spans_workers)
 
         self._device = used.device
+        # Whether runs need nothing but the bundle, as mostly on several devices.
+        self._is_bundled = self._device is None and not self._alone and not self._besides
         self._after_runs = list(used.after_runs)
         can_fail = _calls_python(self.jaxpr) or (
             spans_workers and transactions.protects_variables(jax.default_backend())
@@ -144,11 +146,14 @@ class Program:
             arrays: the arguments.
             then: called if the step happens, in the same moment.
         """
-        alone, read = _alive(self._alone), _alive(self._besides)
-        if alone is None or read is None:
-            return CHANGED
-        run = self._step.run_again if self._is_here else self._run_again_there
-        outputs = run(alone, read[: len(self._read)], arrays, then)
+        if self._is_bundled:
+            outputs = self._step.run_again((), (), arrays, then)
+        else:
+            alone, read = _alive(self._alone), _alive(self._besides)
+            if alone is None or read is None:
+                return CHANGED
+            run = self._step.run_again if self._is_here else self._run_again_there
+            outputs = run(alone, read[: len(self._read)], arrays, then)
         if outputs is None:
             return CHANGED
         for after in self._after_runs:
@@ -327,24 +332,25 @@ def _unpadding(shapes: tuple[Shape, ...]) -> Callable[[jax.Array], Any]:
 class _Plain:
     """Makes results that belong to no replica: arrays that follow the computation."""
 
-    __slots__ = ("_device", "_sharding", "_take")
+    __slots__ = ("_aval", "_device", "_sharding", "_take")
 
     def __init__(self, device: jax.Device | None = None) -> None:
         self._device = device
-        self._sharding: Any = None  # of the last array: asking for its devices takes long
+        # Of the last array: mostly the next one is like it, and asking for its devices takes long.
+        self._aval: Any = None
+        self._sharding: Any = None
         self._take: Callable[[jax.Array], jax.Array] = compat.uncommitted
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if x.sharding is not self._sharding:
+        if x.sharding is not self._sharding or x.aval is not self._aval:
             self._take = self._way(x)
-            self._sharding = x.sharding
+            self._sharding, self._aval = x.sharding, x.aval
         return self._take(x)
 
     def _way(self, x: jax.Array) -> Callable[[jax.Array], jax.Array]:
         if len(x.devices()) == 1:
             return compat.uncommitted
-        device = self._device
-        return (lambda x: compat.one_piece(x, device)) if x.is_fully_replicated else _as_it_is
+        return compat.one_piece_taker(x, self._device) if x.is_fully_replicated else _as_it_is
 
 
 def _as_it_is(x: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from phalanx.job.shared_programs import SharedProgram
 from phalanx.runtime import activity
 from phalanx.runtime.interrupts import uninterrupted
 from phalanx.runtime.placement import copied
+
+_INTERRUPTED = contextlib.nullcontext()
 
 
 class Runner:
@@ -99,9 +102,12 @@ class Runner:
         if transactions.current() is not None:
             return None
         THROTTLE.make_room()
-        if not others and not self._bundled:
-            return self._overwrite_again(bundle, others, read, arrays, then)
-        return transactions.STEPS.run(self._overwrite_again, bundle, others, read, arrays, then)
+        writes = bool(self._bundled or others)
+        with uninterrupted() if writes else _INTERRUPTED, STATE:
+            # A step that takes its turn from now on must wait for the state.
+            if not bundle.is_whole or (writes and transactions.STEPS.is_taken()):
+                return None
+            return self._start(bundle, bundle.arrays.copy(), others, read, arrays, then)[0]
 
     def _compile(self, code: Any, *inputs: Any) -> None:
         """Compile, before anything waits for the program, and where Ctrl-C can end it."""
@@ -122,20 +128,6 @@ class Runner:
         with STATE:
             new = bundle.arrays.copy() if bundle.is_whole else [_own(v) for v in bundled]
             return self._start(bundle, new, others, read, arrays, then)
-
-    def _overwrite_again(
-        self,
-        bundle: Bundle,
-        others: Sequence[Variable],
-        read: Sequence[Variable],
-        arrays: list[Any],
-        then: Callable[[], None] | None,
-    ) -> list[jax.Array] | None:
-        """The same if nothing has touched the bundled variables since the last time, else None."""
-        with STATE:
-            if not bundle.is_whole:
-                return None
-            return self._start(bundle, bundle.arrays.copy(), others, read, arrays, then)[0]
 
     def _start(
         self,

@@ -72,7 +72,9 @@ _put = find(
     "Copying arrays to several devices at once", "jax._src.interpreters.pxla:batched_device_put"
 )
 _first_copy = find("Taking one copy", "jax._src.array:ArrayImpl._fully_replicated_shard")
+_maker = find("Taking one copy", "jaxlib._jax:array_result_handler")
 _zero_copy = not isinstance(_Array, Missing) and not isinstance(_buffers_of, Missing)
+_takes_first = not isinstance(_first_copy, Missing) and not isinstance(_maker, Missing)
 
 
 def uncommitted(x: jax.Array) -> jax.Array:
@@ -168,15 +170,25 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def one_piece(x: jax.Array, device: jax.Device | None = None) -> jax.Array:
-    """One of the arrays behind a replicated array, uncommitted; the one on `device` if there is one."""
-    if device is None and _zero_copy and _is_plain(x) and not isinstance(_first_copy, Missing):
-        first = _first_copy(x)
-        return _Array(first.aval, first.sharding, [first], committed=False, _skip_checks=True)
-    buffers = x._arrays if _zero_copy and _is_plain(x) else pieces(x)  # type: ignore[attr-defined]
-    if device is not None:
-        buffers = [b for b in buffers if device in b.devices()] or buffers
-    return uncommitted(buffers[0])
+def one_piece_taker(
+    like: jax.Array, device: jax.Device | None = None
+) -> Callable[[jax.Array], jax.Array]:
+    """What takes one of the arrays behind a replicated array of the type of `like`, uncommitted.
+
+    It takes the one on `device` if there is one.
+    """
+    if device is None and _is_plain(like) and _takes_first:
+        first = _first_copy(like)
+        free = _maker(first.aval, first.sharding, committed=False, _skip_checks=True)
+        return lambda x: free(_first_copy(x))  # type: ignore[no-any-return]
+
+    def take(x: jax.Array) -> jax.Array:
+        buffers = x._arrays if _zero_copy and _is_plain(x) else pieces(x)  # type: ignore[attr-defined]
+        if device is not None:
+            buffers = [b for b in buffers if device in b.devices()] or buffers
+        return uncommitted(buffers[0])
+
+    return take
 
 
 def has_whole_bytes(dtype: Any) -> bool:
@@ -237,6 +249,11 @@ def _evaluation() -> Any:
 def is_transformation(trace: Any) -> bool:
     """Whether a trace is a transformation rather than plain evaluation."""
     return trace is not _evaluation()
+
+
+def in_transformation() -> bool:
+    """Whether the calling thread is in a transformation."""
+    return _top_trace(()) is not _evaluation()
 
 
 def without_differentiation() -> AbstractContextManager[None]:

@@ -99,17 +99,15 @@ class uninterrupted:  # noqa: N801 - reads as a statement
 
     __slots__ = ("_pairs", "late")
 
-    def __init__(self) -> None:
-        self.late: dict[int, tuple[Handler, FrameType | None]] | None = None
-        self._pairs: tuple[tuple[int, _Delayed], ...] = ()
+    late: dict[int, tuple[Handler, FrameType | None]] | None
+    _pairs: tuple[tuple[int, _Delayed], ...]
 
     def __enter__(self) -> None:
-        if _thread.get_ident() != _main.ident:
-            return
         outer = _main.section
-        if outer is not None and outer.late is not None:
-            return  # handlers wait already
-        self.late = {}
+        if _thread.get_ident() != _main.ident or (outer is not None and outer.late is not None):
+            self.late = None  # no handler runs here, or they wait already
+            return
+        self.late, self._pairs = {}, ()
         _main.section = self
         try:
             self._delay()
@@ -118,10 +116,9 @@ class uninterrupted:  # noqa: N801 - reads as a statement
             raise
 
     def _delay(self) -> None:
-        handlers = tuple(map(_signal.getsignal, _NUMBERS))
         known = _main.stand_ins
-        if not all(map(operator.is_, handlers, known.handlers)):
-            known = _main.stand_ins = _StandIns(handlers)
+        if any(map(operator.is_not, map(_signal.getsignal, _NUMBERS), known.handlers)):
+            known = _main.stand_ins = _StandIns(tuple(map(_signal.getsignal, _NUMBERS)))
         self._pairs = known.pairs
         for number, delayed in known.pairs:
             _signal.signal(number, delayed)

@@ -35,6 +35,7 @@ class Turns:
     def __init__(self, doing: str) -> None:
         self._doing = doing
         self._lock = threading.Lock()
+        self.is_taken: Callable[[], bool] = self._lock.locked
         self._looking = threading.Lock()  # whether the holder has gone
         self._thread: int | None = None  # which has its turn
         self._holder: weakref.ref[Turn] | None = None

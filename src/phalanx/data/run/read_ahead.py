@@ -66,7 +66,7 @@ class ReadAhead(Generic[P]):
         self._ended = self._stopped = False
         self._error: BaseException | None = None
         self._something, self._wanted = Bell(), Bell()  # for the reader, and for the thread
-        tracing = compat.is_transformation(compat.current_trace())
+        tracing = compat.in_transformation()
         settings = None if tracing else compat.ThreadState()
         self._thread = threading.Thread(
             target=self._work, args=(producer, settings), name=name, daemon=True
