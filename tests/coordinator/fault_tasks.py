@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -22,8 +21,6 @@ import phalanx as px
 from phalanx.coordinator import dispatcher
 from phalanx.coordinator.cluster_coordinator import ClusterCoordinator
 from phalanx.parameter_server import store
-from phalanx.parameter_server.closure import use
-from phalanx.strategies import parameter_server as strategies
 from phalanx.testing.faults.history import Ended, Final, Named, Raised, Submitted, View
 
 SERVERS = 2
@@ -231,7 +228,6 @@ class Program:
         )
         resolver = px.cluster_resolver.SimpleClusterResolver(px.train.ClusterSpec(cluster))
         self._strategy = px.ParameterServerStrategy(resolver, options=options)
-        strategies._ids = itertools.count()  # as in a new process
         zeros = np.zeros(plan.size, np.int32)
         with self._strategy.scope():
             self._marks = [px.Variable(zeros) for _ in range(SERVERS)]
@@ -256,7 +252,6 @@ class Program:
         finally:
             coordinator.close()
             self._strategy.extended.connect().close()
-            use(None)
         self._player.send(("end",))
 
     def _counts(self, coordinator: ClusterCoordinator) -> dict[str, int]:

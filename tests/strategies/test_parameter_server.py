@@ -14,7 +14,6 @@ from tests.parameter_server.running import connections, running
 import phalanx as px
 from phalanx.core.variable_spec import live_variables
 from phalanx.parameter_server.client import ServerConnections
-from phalanx.parameter_server.closure import use
 
 FIXED = px.partitioners.FixedShardsPartitioner
 Simple = px.cluster_resolver.SimpleClusterResolver
@@ -204,8 +203,7 @@ def test_a_job_over_real_connections() -> None:
         job = Job(2, FIXED(2))
         found: ServerConnections
         with connections(tasks) as found:
-            use(found)
-            job.servers = found  # type: ignore[assignment]
+            job.use(found)
             table = job.variable(np.arange(12, dtype=np.float32).reshape(6, 2))
             total = job.variable(0.0)
 
@@ -218,4 +216,3 @@ def test_a_job_over_real_connections() -> None:
             ids = np.array([5, 0])
             assert [float(job.run(step, ids)) for _ in range(2)] == [22.0, 22.0]
             assert table.numpy().sum() == 66 - 22
-            use(None)

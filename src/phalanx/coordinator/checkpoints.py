@@ -122,11 +122,20 @@ class Checkpoint:
         servers.load(str(self.folder))
 
     def schedule(
-        self, dispatcher: Dispatcher, wait: Callable[[RemoteValue, Any], None]
+        self,
+        dispatcher: Dispatcher,
+        wait: Callable[[RemoteValue, Any], None],
+        variables: Sequence[Any],
     ) -> list[RemoteValue]:
-        """Schedule the closures again; returns their values."""
+        """Schedule the closures again; returns their values.
+
+        Args:
+            dispatcher: has the workers.
+            wait: for values.
+            variables: of the program; those that a function refers to are among them.
+        """
         packed = dispatcher.functions.packed
-        functions = {n: packed(f.name, f.blob) for n, f in self.state.functions.items()}
+        functions = {n: packed(f.name, f.blob, variables) for n, f in self.state.functions.items()}
         for kept in self.state.resources:
             values = [ResourceValue(wait) for _ in dispatcher.links]
             resource = Resource(functions[kept.function], kept.arguments, (), values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,7 +22,6 @@ from phalanx.core.strategy import Strategy
 from phalanx.core.structure import map_nest
 from phalanx.errors import DeadlineExceededError, InvalidTypeError, InvalidValueError
 from phalanx.execution.function import Function
-from phalanx.parameter_server.closure import servers_in_turn
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.pickling import StaysHere
 from phalanx.strategies.parameter_server import ParameterServerStrategy
@@ -120,9 +120,14 @@ class ClusterCoordinator(StaysHere):
             first=1 if found is None else found.next_closure,
         )
         self._dispatcher.wait = self._wait_for_value
-        self._restored = [] if found is None else found.schedule(self._dispatcher, self._wait_for_value)
+        self._restored: list[RemoteValue] = []
+        if found is not None:
+            variables = strategy.extended.variables
+            self._restored = found.schedule(self._dispatcher, self._wait_for_value, variables)
         self._dispatcher.start()
         self._reports = self._serve_reports()
+        strategy.extended.home.when_freed.append(self._dispatcher.drop_variable)
+        strategy.extended.when_closed.append(self.close)
         with self._lock:
             self._known[id(strategy)] = self
         self._is_ready = True
@@ -244,7 +249,7 @@ class ClusterCoordinator(StaysHere):
         try:
             self._wait_for(question, "functions to end, for a checkpoint")
             state = self._ask(dispatcher.pending)
-            with servers_in_turn():
+            with self._strategy.extended.home.in_turn():
                 checkpoints.write(directory, state, self._strategy.extended.connect())
         finally:
             dispatcher.resume()
@@ -264,6 +269,12 @@ class ClusterCoordinator(StaysHere):
         """End the connections to the workers. What has not run never will."""
         with self._lock:
             self._known.pop(id(self._strategy), None)
+        for calls, own in (
+            (self._strategy.extended.when_closed, self.close),
+            (self._strategy.extended.home.when_freed, self._dispatcher.drop_variable),
+        ):
+            with contextlib.suppress(ValueError):  # it was closed before
+                calls.remove(own)
         if self._reports is not None:
             self._reports.close()
         self._dispatcher.close()

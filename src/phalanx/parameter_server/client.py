@@ -86,6 +86,7 @@ class ServerConnections:
                 f"delivery must be one of {', '.join(map(repr, _DELIVERIES))}. "
                 f"Received: {shown(delivery)}"
             )
+        self.run = run
         self._remembers, self._arbiter = delivery == "exactly_once", arbiter
         self._pool = BufferPool()
         expect_input()
@@ -120,6 +121,25 @@ class ServerConnections:
         """Let its server hold a variable; if it does already, nothing happens."""
         array = np.ascontiguousarray(value, has_dtype(definition)).reshape(np.shape(value))
         self._call(definition.server, wire.create(definition, array))
+
+    def find(self, definition: VariableDefinition) -> bool:
+        """Whether its server holds a variable."""
+        answer = self._call(definition.server, wire.find(definition))
+        return wire.read_outcome(answer) is not Outcome.REFUSED
+
+    def free(self, variables: Sequence[VariableDefinition], optimizers: Sequence[int] = ()) -> None:
+        """Let servers hold variables no more, and forget optimizers. They do it soon."""
+        for i, link in enumerate(self._links):
+            mine = [v.id for v in variables if v.server == i]
+            if mine or optimizers:
+                link.ask(wire.free(mine, optimizers), lambda _: None)
+        for variable in variables:
+            self.drop_known(variable.id)
+        self.collect()
+
+    def drop_known(self, variable: int) -> None:
+        """A variable was freed: its value is not needed any more."""
+        self._known.pop(variable, None)
 
     def define_optimizer(self, definition: OptimizerDefinition) -> None:
         """Tell all servers of an optimizer."""

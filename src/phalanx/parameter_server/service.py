@@ -298,6 +298,7 @@ class ParameterService:
             if fields.get("load"):
                 store = fresh_store()
                 load_snapshot(path, store)
+                _take_freed(run.store, store)
                 _check_same(run.store, store, run.index)
                 run.store = store
                 if run.keeper is not None:
@@ -318,6 +319,13 @@ class ParameterService:
         if run is not None and run.keeper is not None:
             with contextlib.suppress(OSError):
                 run.keeper.take_care(run.store)
+
+
+def _take_freed(made: Store, kept: Store) -> None:
+    """What either the program or that of the checkpoint has freed is needed by neither."""
+    kept.variables.update({i: made.variables[i] for i in kept.freed if i in made.variables})
+    kept.freed = {i: None for i in kept.freed if i not in made.variables}
+    kept.free([*made.freed])
 
 
 def _check_same(made: Store, kept: Store, index: int) -> None:

@@ -14,7 +14,7 @@ from phalanx.parameter_server.client import ServerConnections
 from phalanx.parameter_server.durability import Durability
 from phalanx.parameter_server.options import ParameterServerOptions
 
-__all__ = ["Session"]
+__all__ = ["Session", "new_run"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Session:
     options: ParameterServerOptions
 
     @staticmethod
-    def of(cluster: ClusterSpec, options: ParameterServerOptions) -> Session:
-        """A new run on a cluster.
+    def of(cluster: ClusterSpec, options: ParameterServerOptions, run: str = "") -> Session:
+        """A run on a cluster; a new one if it is not named.
 
         >>> import os
         >>> os.environ["PHALANX_TOKEN"] = "known to all tasks of the job"
@@ -50,7 +50,7 @@ class Session:
         is_local = all(is_loopback(split_address(address)[0]) for address in addresses)
         key = find_token(is_local).encode()
         servers, workers = (_tasks(cluster, job) for job in ("ps", "worker"))
-        return Session(secrets.token_hex(16), key, servers, workers, options)
+        return Session(run or new_run(), key, servers, workers, options)
 
     def connect(self, *, begin: bool = False) -> ServerConnections:
         """Reach all servers.
@@ -69,6 +69,11 @@ class Session:
             durability=Durability(options.durability, options.sync),
             timeout=options.server_timeout,
         )
+
+
+def new_run() -> str:
+    """A name that no other run has."""
+    return secrets.token_hex(16)
 
 
 def _tasks(cluster: ClusterSpec, job: str) -> tuple[Task, ...]:

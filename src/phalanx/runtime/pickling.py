@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -56,7 +57,37 @@ class OnePerProcess:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         make, args = self.recipe()
+        if _thread.noted is not None:
+            _thread.noted.append(self)
         return _here, (self.shared_key, make, args)
+
+
+class _Thread(threading.local):
+    noted: list[Any] | None = None
+
+
+_thread = _Thread()
+
+
+class noting:  # noqa: N801 - reads as a statement
+    """Note the shared objects that are pickled in a ``with`` block.
+
+    The bytes refer to them, so those who keep the bytes keep the objects too.
+
+    Args:
+        shared: where to note them.
+    """
+
+    __slots__ = ("_before", "_shared")
+
+    def __init__(self, shared: list[Any]) -> None:
+        self._shared = shared
+
+    def __enter__(self) -> None:
+        self._before, _thread.noted = _thread.noted, self._shared
+
+    def __exit__(self, *error: object) -> None:
+        _thread.noted = self._before
 
 
 _shared: weakref.WeakValueDictionary[str, OnePerProcess] = weakref.WeakValueDictionary()
