@@ -260,10 +260,12 @@ class ClusterCoordinator(StaysHere):
         Returns:
             ``queued``, ``in_flight``, ``in_doubt``, ``done``, ``retried``, ``last_error``, and for each
             of the ``workers`` its ``state``, what it has ``in_flight``, its ``staleness`` (how many
-            other functions may change variables while one of its own runs) and what it is ``doing``.
+            other functions may change variables while one of its own runs) and what it is ``doing``; and
+            for each of the ``servers`` its ``state``, and for how many seconds it has been ``silent``.
         """
-        found: dict[str, Any] = self._ask(self._dispatcher.report)
-        return found
+        watch = self._strategy.extended.watch
+        servers = [] if watch is None else watch.report()
+        return {**self._ask(self._dispatcher.report), "servers": servers}
 
     def close(self) -> None:
         """End the connections to the workers. What has not run never will."""

@@ -7,16 +7,17 @@ commit of its own.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from phalanx.core.elsewhere import Pending, Rows
-from phalanx.errors import AbortedError, ContextError
+from phalanx.errors import AbortedError, ContextError, ServerStateLostError
 from phalanx.parameter_server.closure import current_closure, updates_of
 from phalanx.parameter_server.requests import Read, Servers, Update, VariableDefinition, own_token
 
@@ -67,9 +68,10 @@ class ServersHome:
                 )
             if self._servers is None:
                 self._servers = self._connect()
+                weakref.finalize(self, self._servers.close).atexit = False
             return self._servers
 
-    @contextmanager
+    @contextlib.contextmanager
     def in_turn(self) -> Iterator[Servers]:
         """The servers, while no other thread of this process talks to them."""
         running = current_closure()
@@ -91,7 +93,11 @@ class ServersHome:
             self._is_closed = True
             self._freed.clear()
             if servers is not None:
-                servers.end()
+                try:
+                    with contextlib.suppress(ServerStateLostError):  # then the run is over anyway
+                        servers.end()
+                finally:
+                    servers.close()
 
     # -- variables ---------------------------------------------------------------------------------
 

@@ -72,6 +72,9 @@ class LocalServers:
         """Servers forget everything."""
         self.stores = [Store() for _ in self.stores]
 
+    def close(self) -> None:
+        """There are no connections."""
+
     def pull(self, reads: Sequence[Read]) -> list[np.ndarray[Any, Any]]:
         """Read variables."""
         return [self._read(*read) for read in reads]

@@ -165,6 +165,9 @@ class Servers(Protocol):
     def end(self) -> None:
         """End the run: servers forget everything."""
 
+    def close(self) -> None:
+        """End the connections."""
+
     def pull(self, reads: Sequence[Read]) -> list[np.ndarray[Any, Any]]:
         """Read variables, with one round trip to all servers concerned at the same time.
 

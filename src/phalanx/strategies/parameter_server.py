@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ from phalanx.parameter_server.remote_variable import RemoteVariable
 from phalanx.parameter_server.requests import VariableDefinition
 from phalanx.parameter_server.session import Session, new_run
 from phalanx.parameter_server.sharded_variable import ShardedVariable, shard_sizes
+from phalanx.parameter_server.watch import ServerWatch
 from phalanx.runtime.devices import DeviceLike, default_devices, device_kind, resolve_devices
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.pickling import OnePerProcess
@@ -176,6 +178,8 @@ class ParameterServerExtended(ReplicatedExtended):
         self._freeing: dict[int, weakref.finalize[Any, Any]] = {}
         self.home = ServersHome(new_run(), self._reach)
         """Where the variables are."""
+        self.watch: ServerWatch | None = None
+        """Looks after the servers, once they have been reached."""
         self.when_closed: list[Callable[[], None]] = []
         """Called before the run ends."""
 
@@ -189,7 +193,9 @@ class ParameterServerExtended(ReplicatedExtended):
         return self._session
 
     def _reach(self) -> ServerConnections:
-        return self.session.connect(begin=self._begins)
+        servers = self.session.connect(begin=self._begins)
+        self.watch = ServerWatch(self.session, partial(_tend, weakref.ref(self.home))).start()
+        return servers
 
     def connect(self) -> ServerConnections:
         """The connections of this process to the servers, made when they are first needed."""
@@ -205,6 +211,8 @@ class ParameterServerExtended(ReplicatedExtended):
         """End the run."""
         for call in list(self.when_closed):
             call()
+        if self.watch is not None:
+            self.watch.close()
         self.home.close()
 
     @property
@@ -347,6 +355,14 @@ class WorkersDataset:
                 "dataset in the coordinator's program"
             )
         return iter(self.on_worker())
+
+
+def _tend(home: weakref.ref[ServersHome]) -> bool:
+    """Let servers free variables; whether the home is still there."""
+    found = home()
+    if found is not None:
+        found.tend()
+    return found is not None
 
 
 def _remade(
