@@ -104,11 +104,13 @@ class ClusterCoordinator(StaysHere):
             raise _WrongStrategyError(
                 f"A ClusterCoordinator needs a px.ParameterServerStrategy. Received: {shown(strategy)}"
             )
+        strategy.extended.check_coordinates()
         self._strategy = strategy
-        session = strategy.extended.session
         found = None if restore_from is None else checkpoints.read(restore_from)
+        session = strategy.extended.session
         if found is not None:
             found.load_variables(strategy.extended.connect())
+            session = strategy.extended.go_on_from(found.state.runs)
         else:
             strategy.extended.connect()
         self._session = session
@@ -250,7 +252,9 @@ class ClusterCoordinator(StaysHere):
             self._wait_for(question, "functions to end, for a checkpoint")
             state = self._ask(dispatcher.pending)
             with self._strategy.extended.home.in_turn():
-                checkpoints.write(directory, state, self._strategy.extended.connect())
+                checkpoints.write(
+                    directory, state, self._strategy.extended.connect(), self._session.runs
+                )
         finally:
             dispatcher.resume()
 
@@ -260,8 +264,8 @@ class ClusterCoordinator(StaysHere):
         Returns:
             ``queued``, ``in_flight``, ``in_doubt``, ``done``, ``retried``, ``last_error``, and for each
             of the ``workers`` its ``state``, what it has ``in_flight``, its ``staleness`` (how many
-            other functions may change variables while one of its own runs) and what it is ``doing``; and
-            for each of the ``servers`` its ``state``, and for how many seconds it has been ``silent``.
+            other functions may change variables while one of its own runs) and what it is ``doing``;
+            and for each of the ``servers`` its ``state``, and for how many seconds it was ``silent``.
         """
         watch = self._strategy.extended.watch
         servers = [] if watch is None else watch.report()

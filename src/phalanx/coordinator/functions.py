@@ -21,13 +21,13 @@ class Shipped:
         number: what it is known by.
         name: for people.
         blob: pickled.
-        shared: the variables and others that it refers to, which last as long as it does.
+        variables: those that it refers to, which last as long as it does.
     """
 
-    __slots__ = ("__weakref__", "blob", "name", "number", "shared")
+    __slots__ = ("__weakref__", "blob", "name", "number", "variables")
 
-    def __init__(self, number: int, name: str, blob: bytes, shared: Sequence[Any] = ()) -> None:
-        self.number, self.name, self.blob, self.shared = number, name, blob, shared
+    def __init__(self, number: int, name: str, blob: bytes, variables: Sequence[Any]) -> None:
+        self.number, self.name, self.blob, self.variables = number, name, blob, variables
 
 
 class Functions:
@@ -54,14 +54,14 @@ class Functions:
                 if found is None:
                     name = getattr(fn, "__name__", type(fn).__name__)
                     inner = getattr(fn, "python_function", fn)
-                    shared: list[Any] = []
-                    with noting(shared):
+                    variables: list[Any] = []
+                    with noting(variables):
                         blob = pack(fn, inner)
-                    found = self._known[fn] = self.packed(name, blob, shared)
+                    found = self._known[fn] = self.packed(name, blob, variables)
         return found
 
-    def packed(self, name: str, blob: bytes, shared: Sequence[Any]) -> Shipped:
-        """A function that was pickled before."""
-        found = Shipped(next(self._numbers), name, blob, shared)
+    def packed(self, name: str, blob: bytes, variables: Sequence[Any]) -> Shipped:
+        """A function that was pickled before, and the variables that it refers to."""
+        found = Shipped(next(self._numbers), name, blob, variables)
         weakref.finalize(found, self._forget, found.number).atexit = False
         return found

@@ -40,7 +40,7 @@ class Closure:
         """What the closure has done to a variable so far."""
         found = self._states.get(variable)
         if found is None:
-            if variable.home.run != self.servers.run:
+            if variable.home.run not in self.servers.runs:
                 raise StrategyMismatchError(
                     "A scheduled function uses variables on the parameter servers of the strategy "
                     f"whose coordinator runs it, and no others. {variable.name!r} is on those of "

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.core.elsewhere import Pending, Rows
-from phalanx.errors import AbortedError, ContextError, ServerStateLostError
+from phalanx.errors import AbortedError, ContextError
 from phalanx.parameter_server.closure import current_closure, updates_of
 from phalanx.parameter_server.requests import Read, Servers, Update, VariableDefinition, own_token
 
@@ -56,7 +56,8 @@ class ServersHome:
 
     def use(self, servers: Servers) -> None:
         """Use servers that were reached in another way."""
-        self._servers, self.run = servers, servers.run
+        self._servers = servers
+        (self.run,) = servers.runs
 
     def servers(self) -> Servers:
         """The servers. Other threads may use them too: see `in_turn`."""
@@ -94,8 +95,7 @@ class ServersHome:
             self._freed.clear()
             if servers is not None:
                 try:
-                    with contextlib.suppress(ServerStateLostError):  # then the run is over anyway
-                        servers.end()
+                    servers.end()
                 finally:
                     servers.close()
 
@@ -141,7 +141,7 @@ class ServersHome:
             commit = servers.push(own_token(), updates)
         if not commit.applied:
             raise AbortedError(
-                "The parameter servers have refused an update, because its number had been used before. "
+                "The parameter servers have refused an update, because its number was used before. "
                 f"Received: updates of {sorted({u.variable.name for u in updates})}"
             )
 
@@ -150,7 +150,7 @@ class ServersHome:
     def free(self, freed: Freed) -> None:
         """Let servers free a variable, soon.
 
-        The garbage collector calls it, in any thread and in the middle of anything, so it only notes it.
+        The garbage collector calls it, in any thread and at any moment, so it only makes a note.
         """
         self._freed.append(freed)
 

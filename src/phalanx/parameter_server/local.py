@@ -47,7 +47,7 @@ class LocalServers:
     def __init__(
         self, count: int = 1, delivery: str = "exactly_once", *, arbiter: bool = False
     ) -> None:
-        self.run = f"local-{secrets.token_hex(8)}"
+        self.runs = frozenset({secrets.token_hex(8)})
         """Names what they serve; no others have this name."""
         self.stores = [Store() for _ in range(count)]
         """What each server holds."""

@@ -49,6 +49,7 @@ class RemoteVariable(OnePerProcess, AggregatingVariable):
     """
 
     home: ServersHome
+    is_owner = True  # of the value on the server
 
     def __init__(self, definition: VariableDefinition, spec: VariableSpec, strategy: Strategy) -> None:
         like: Any = jax.ShapeDtypeStruct(spec.value.shape, spec.value.dtype)

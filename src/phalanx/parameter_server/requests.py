@@ -150,8 +150,8 @@ class Servers(Protocol):
     """All parameter servers of a job, as one task sees them. For one thread at a time."""
 
     @property
-    def run(self) -> str:
-        """Names the run that they serve."""
+    def runs(self) -> frozenset[str]:
+        """The run that they serve, and those from whose checkpoints it goes on."""
 
     def create(self, definition: VariableDefinition, value: np.ndarray[Any, Any]) -> None:
         """Let its server hold a variable; if it does already, nothing happens."""

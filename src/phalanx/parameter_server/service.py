@@ -282,7 +282,14 @@ class ParameterService:
         run = self._run
         held = {} if run is None else run.store.status()
         log = 0 if run is None or run.keeper is None else run.keeper.log_size
-        return {**held, **self._counts, "connections": len(self._sessions), "log_bytes": log}
+        name = "" if run is None else run.name
+        return {
+            "run": name,
+            **held,
+            **self._counts,
+            "connections": len(self._sessions),
+            "log_bytes": log,
+        }
 
     def _save(self, session: _Session, buffers: Any) -> list[Any]:
         """Write what is held into a folder, or read it from there. The server waits for it."""

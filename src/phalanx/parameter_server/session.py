@@ -27,6 +27,7 @@ class Session:
         servers: the ps tasks.
         workers: the worker tasks.
         options: as the user gave them.
+        earlier: the runs from whose checkpoints it goes on; functions in these know variables by them.
     """
 
     run: str
@@ -34,6 +35,7 @@ class Session:
     servers: tuple[Task, ...]
     workers: tuple[Task, ...]
     options: ParameterServerOptions
+    earlier: tuple[str, ...] = ()
 
     @staticmethod
     def of(cluster: ClusterSpec, options: ParameterServerOptions, run: str = "") -> Session:
@@ -52,6 +54,11 @@ class Session:
         servers, workers = (_tasks(cluster, job) for job in ("ps", "worker"))
         return Session(run or new_run(), key, servers, workers, options)
 
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The run, and those from whose checkpoints it goes on."""
+        return self.run, *self.earlier
+
     def connect(self, *, begin: bool = False) -> ServerConnections:
         """Reach all servers.
 
@@ -63,6 +70,7 @@ class Session:
             [server.address for server in self.servers],
             self.key,
             self.run,
+            earlier=self.earlier,
             begin=begin,
             delivery=options.delivery,
             arbiter=options.backup_workers > 0,

@@ -25,7 +25,7 @@ _log = logging.getLogger("phalanx")
 _BEAT = 1.0  # seconds between questions whether a server lives, and for each answer
 _PAUSE = 0.2  # seconds between tries to reach a server that is gone
 _LATE = 3.0  # seconds of silence after which a server is named; that is noticed a little later
-_AGAIN = 5.0  # seconds after which it is named again
+_MOST = 60.0  # seconds after which it is named again at the latest
 
 
 class ServerWatch:
@@ -137,4 +137,4 @@ class _Watched:
             silent,
             error,
         )
-        return silent + _AGAIN
+        return silent + min(_MOST, max(_LATE, silent))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,8 @@ class ParameterServerStrategy(OnePerProcess, Strategy):
         <ParameterServerStrategy: 1 worker, 2 parameter servers>
     """
 
+    _extended_type: ClassVar[type[ParameterServerExtended]]
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -102,7 +105,7 @@ class ParameterServerStrategy(OnePerProcess, Strategy):
         self._options = options or ParameterServerOptions()
         self._compute_devices = None if compute_devices is None else tuple(map(str, compute_devices))
         super().__init__(
-            ParameterServerExtended(
+            self._extended_type(
                 self,
                 spec,
                 _devices(compute_devices),
@@ -130,7 +133,7 @@ class ParameterServerStrategy(OnePerProcess, Strategy):
     def __repr__(self) -> str:
         workers, servers = self.extended.num_workers, self.extended.num_servers
         return (
-            f"<{type(self).__name__}: {workers} worker{'s' * (workers != 1)}, "
+            f"<ParameterServerStrategy: {workers} worker{'s' * (workers != 1)}, "
             f"{servers} parameter server{'s' * (servers != 1)}>"
         )
 
@@ -187,9 +190,17 @@ class ParameterServerExtended(ReplicatedExtended):
     def session(self) -> Session:
         """What tasks need to know to take part in this run."""
         if self._session is None:
-            strategy = self._strategy
-            assert isinstance(strategy, ParameterServerStrategy)
-            self._session = Session.of(self._cluster, strategy.options, self.home.run)
+            self._session = Session.of(self._cluster, self._options, self.home.run)
+        return self._session
+
+    @property
+    def _options(self) -> ParameterServerOptions:
+        assert isinstance(self._strategy, ParameterServerStrategy)
+        return self._strategy.options
+
+    def go_on_from(self, runs: Sequence[str]) -> Session:
+        """The session, after a checkpoint of earlier runs was loaded."""
+        self._session = dataclasses.replace(self.session, earlier=tuple(runs))
         return self._session
 
     def _reach(self) -> ServerConnections:
@@ -205,7 +216,10 @@ class ParameterServerExtended(ReplicatedExtended):
 
     def take_part(self, run: str) -> None:
         """Let this process take part in a run that another one has begun."""
-        self.home.run, self._begins = run, False
+        self.home.run, self._begins, self._session = run, False, None
+
+    def check_coordinates(self) -> None:
+        """Require that a coordinator may run here."""
 
     def close(self) -> None:
         """End the run."""
@@ -290,7 +304,7 @@ class ParameterServerExtended(ReplicatedExtended):
         self._freeing[number], self._alive[number] = finalizer, variable
 
     def _free(self, freed: Freed) -> None:
-        """No code refers to a variable any more. The garbage collector calls it: it waits for nothing."""
+        """No code refers to a variable any more. The garbage collector calls it, so it never waits."""
         self._freeing.pop(freed.variable.id, None)
         self._servers.release(freed.variable.server, freed.variable.nbytes)
         self.home.free(freed)
@@ -322,6 +336,9 @@ class ParameterServerExtended(ReplicatedExtended):
         if dataset_fn is None:
             return super()._distribute_dataset(dataset, options)
         return super()._distribute_datasets_from_function(dataset_fn, options)
+
+
+ParameterServerStrategy._extended_type = ParameterServerExtended
 
 
 class WorkersDataset:
