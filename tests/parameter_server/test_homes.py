@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.parameter_server.jobs import Job
-from tests.parameter_server.running import connections, running
 
 import phalanx as px
 from phalanx.parameter_server.closure import closure
@@ -21,6 +19,8 @@ from phalanx.parameter_server.durability import Durability
 from phalanx.parameter_server.requests import Token
 from phalanx.parameter_server.snapshots import load_snapshot, records_of, write_snapshot
 from phalanx.parameter_server.store import Store
+from tests.parameter_server.jobs import Job
+from tests.parameter_server.running import connections, running
 
 FIXED = px.partitioners.FixedShardsPartitioner
 

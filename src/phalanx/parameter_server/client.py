@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -359,9 +359,11 @@ class ServerConnections:
         self._known.clear()
         self._call_all(_once({"folder": str(folder), "load": True}))
 
-    def end(self) -> None:
+    def end(self, without: Collection[int] = ()) -> None:
         """End the run: servers forget everything. Those that are gone have nothing to forget."""
         for i in range(len(self._links)):
+            if i in without:
+                continue
             try:
                 self._call(i, wire.with_fields(Kind.END, {}))
             except ServerStateLostError:  # the run is over there

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,8 +85,8 @@ class ServersHome:
                 self._let_go(servers)
             yield servers
 
-    def close(self) -> None:
-        """End the run: servers forget its variables."""
+    def close(self, without: Collection[int] = ()) -> None:
+        """End the run: servers forget its variables, but for those that are known to be gone."""
         with self._turn:
             if self._is_closed:
                 return
@@ -95,7 +95,7 @@ class ServersHome:
             self._freed.clear()
             if servers is not None:
                 try:
-                    servers.end()
+                    servers.end(without)
                 finally:
                     servers.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ class LocalServers:
         for i, store in enumerate(self.stores):
             store.free([v.id for v in variables if v.server == i], optimizers)
 
-    def end(self) -> None:
+    def end(self, without: Collection[int] = ()) -> None:
         """Servers forget everything."""
         self.stores = [Store() for _ in self.stores]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -162,8 +162,8 @@ class Servers(Protocol):
     def free(self, variables: Sequence[VariableDefinition], optimizers: Sequence[int] = ()) -> None:
         """Let servers hold variables no more, and forget optimizers, soon."""
 
-    def end(self) -> None:
-        """End the run: servers forget everything."""
+    def end(self, without: Collection[int] = ()) -> None:
+        """End the run: servers forget everything, but for those that are known to be gone."""
 
     def close(self) -> None:
         """End the connections."""

@@ -51,6 +51,11 @@ class ServerWatch:
         for watched in self._watched:
             watched.close()
 
+    @property
+    def missing(self) -> list[int]:
+        """The indices of servers that do not answer."""
+        return [i for i, watched in enumerate(self._watched) if not watched.is_up]
+
     def report(self) -> list[dict[str, Any]]:
         """Which servers are there: for each its ``task``, ``address``, ``state`` and ``reason``."""
         return [watched.report() for watched in self._watched]
@@ -75,6 +80,7 @@ class _Watched:
         self._greet = partial(greeted, task.address, session.key, hello, _BEAT)
         self._heard = time.monotonic()
         self._reason = ""
+        self._has_lost = False
         self._over = Bell()
         self._thread = threading.Thread(
             target=self._run, name=f"phalanx-watch-{task.type}-{task.id}", daemon=True
@@ -91,7 +97,7 @@ class _Watched:
         return not self._reason
 
     def report(self) -> dict[str, Any]:
-        state = "up" if self.is_up else "missing"
+        state = "up" if self.is_up else "lost" if self._has_lost else "missing"
         silent = 0.0 if self.is_up else time.monotonic() - self._heard
         found = {"task": str(self._task), "address": self._task.address, "state": state}
         return {**found, "silent": silent, "reason": self._reason}
@@ -125,10 +131,12 @@ class _Watched:
         """Note that there is no answer, and name the server if that is so for long."""
         self._reason = str(error)
         silent = time.monotonic() - self._heard
-        if isinstance(error, ServerStateLostError) and late == _LATE:
-            late = 0.0  # it is there, and has lost the variables: waiting will not help
-        if silent <= late:
+        self._has_lost = isinstance(error, ServerStateLostError)
+        if silent <= late and not (self._has_lost and late == _LATE):
             return late
+        if self._has_lost:  # it is there, and waiting will not help
+            _log.warning("%s", error)
+            return silent + _MOST
         _log.warning(
             "The parameter server, %s at %s, has not answered for %.0f seconds. Functions that use its "
             "variables wait for it. %s",

@@ -91,11 +91,11 @@ class OldParameterServerExtended(ParameterServerExtended):
         begun = named = time.monotonic()
         while not self._is_there(definition):
             now = time.monotonic()
-            waited = now - begun
-            if waited > self._options.worker_timeout:
+            waited, limit = now - begun, self._options.worker_timeout
+            if waited > limit:
                 raise DeadlineExceededError(
                     f"{self._leader} has not made the variable {definition.name!r} within "
-                    f"{waited:.0f} seconds. All workers must make the same variables, in the same "
+                    f"{limit:g} seconds. All workers must make the same variables, in the same "
                     f"order. Received: {shown(definition)}"
                 )
             if now - named >= _NAMED:

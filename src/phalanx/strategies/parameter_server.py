@@ -225,9 +225,11 @@ class ParameterServerExtended(ReplicatedExtended):
         """End the run."""
         for call in list(self.when_closed):
             call()
+        gone: list[int] = []
         if self.watch is not None:
+            gone = self.watch.missing
             self.watch.close()
-        self.home.close()
+        self.home.close(gone)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
