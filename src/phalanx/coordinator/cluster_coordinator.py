@@ -275,12 +275,10 @@ class ClusterCoordinator(StaysHere):
         """End the connections to the workers. What has not run never will."""
         with self._lock:
             self._known.pop(id(self._strategy), None)
-        for calls, own in (
-            (self._strategy.extended.when_closed, self.close),
-            (self._strategy.extended.home.when_freed, self._dispatcher.drop_variable),
-        ):
-            with contextlib.suppress(ValueError):  # it was closed before
-                calls.remove(own)
+        extended = self._strategy.extended
+        with contextlib.suppress(ValueError):  # it was closed before
+            extended.when_closed.remove(self.close)
+            extended.home.when_freed.remove(self._dispatcher.drop_variable)
         if self._reports is not None:
             self._reports.close()
         self._dispatcher.close()

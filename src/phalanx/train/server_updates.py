@@ -22,6 +22,7 @@ from phalanx.core.values import Mirrored, PerReplica
 from phalanx.core.variables import Variable
 from phalanx.errors import ContextError, InvalidValueError
 from phalanx.parameter_server.closure import current_closure
+from phalanx.parameter_server.remote_variable import RemoteVariable
 from phalanx.parameter_server.requests import OptimizerDefinition
 from phalanx.parameter_server.sharded_variable import ShardedVariable
 from phalanx.runtime import compat, program_parts
@@ -74,6 +75,7 @@ class ServerUpdates:
                 name="iterations",
                 aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
             )
+        assert isinstance(self.iterations, RemoteVariable)
         extended.free_with(self.iterations, self._id)
 
     def apply(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
