@@ -14,7 +14,9 @@ from phalanx.strategies.central_storage import CentralStorageStrategy
 from phalanx.strategies.multi_worker import (
     OldMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
-from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.strategies.old_parameter_server import (
+    OldParameterServerStrategy as ParameterServerStrategy,
+)
 from phalanx.strategies.tpu import TPUStrategy
 
 __all__ = [

@@ -18,7 +18,7 @@ from typing import Any
 from tests.coordinator.fault_tasks import SERVERS, Plan, notes_in
 
 import phalanx as px
-from phalanx.testing.faults.history import Happened, History, Restarted
+from phalanx.testing.faults.history import CoordinatorRestarted, Happened, History
 from phalanx.testing.faults.proxies import Proxies
 from phalanx.testing.faults.schedules import Fault, Schedule, random_schedule
 
@@ -168,7 +168,7 @@ class _Play:
         last = max(kept, default=-1)
         if self._run:
             size = len(self._plan.waves[0])
-            self._history.add(Restarted(self._run, (last + 1) * size))
+            self._history.add(CoordinatorRestarted(self._run, (last + 1) * size))
         order = self._run, self._plan, cluster, str(self._folder), last
         assert self._player._chief is not None
         self._player._chief.send(order)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -22,9 +21,14 @@ import phalanx as px
 from phalanx.coordinator import dispatcher
 from phalanx.coordinator.cluster_coordinator import ClusterCoordinator
 from phalanx.parameter_server import store
-from phalanx.parameter_server.closure import use
-from phalanx.strategies import parameter_server as strategies
-from phalanx.testing.faults.history import ClosureEnded, Final, Named, Raised, Submitted, View
+from phalanx.testing.faults.history import (
+    ClosureEnded,
+    ClosureRaised,
+    ClosureSubmitted,
+    Named,
+    ServersAtEnd,
+    ServersRead,
+)
 
 SERVERS = 2
 LEAST, AT_ONCE = 30, 60  # closures of a wave, after its faults and at a time
@@ -231,7 +235,6 @@ class Program:
         )
         resolver = px.cluster_resolver.SimpleClusterResolver(px.train.ClusterSpec(cluster))
         self._strategy = px.ParameterServerStrategy(resolver, options=options)
-        strategies._ids = itertools.count()  # as in a new process
         zeros = np.zeros(plan.size, np.int32)
         with self._strategy.scope():
             self._marks = [px.Variable(zeros) for _ in range(SERVERS)]
@@ -251,12 +254,11 @@ class Program:
                 self._player.send(self._view())
             later = tuple(tuple(v.numpy().tolist()) for v in self._later)
             effects = tuple(tuple(v.numpy().tolist()) for v in self._marks)
-            self._player.send(Final(time.monotonic(), effects, later))
+            self._player.send(ServersAtEnd(time.monotonic(), effects, later))
             self._player.send(("report", self._counts(coordinator)))
         finally:
             coordinator.close()
             self._strategy.extended.connect().close()
-            use(None)
         self._player.send(("end",))
 
     def _counts(self, coordinator: ClusterCoordinator) -> dict[str, int]:
@@ -301,7 +303,7 @@ class Program:
 
     def _submit(self, coordinator: ClusterCoordinator, step: Step, values: dict[int, Any]) -> None:
         needs = () if step.needs is None or step.needs not in values else (step.needs,)
-        self._player.send(Submitted(self._run, step.closure, step.servers, needs))
+        self._player.send(ClosureSubmitted(self._run, step.closure, step.servers, needs))
         args = (np.int32(step.closure), Stamp(), *(values[n] for n in needs))
         try:
             values[step.closure] = coordinator.schedule(self._function(step), args=args)
@@ -323,7 +325,7 @@ class Program:
         return self._functions[key]
 
     def _raised(self, error: BaseException) -> None:
-        self._player.send(Raised(self._run, int(str(error).split()[-1])))
+        self._player.send(ClosureRaised(self._run, int(str(error).split()[-1])))
 
     def _outcome(self, closure: int, value: Any) -> ClosureEnded:
         try:
@@ -339,14 +341,14 @@ class Program:
             return self._ended(closure, "done")
         reader, order, seconds, micro = np.asarray(found[1]).tolist()
         seen = tuple(frozenset(np.flatnonzero(np.asarray(s)).tolist()) for s in found[2])
-        view = View(self._run, f"worker session {reader}", order, seconds + micro / 1e6, seen)
+        view = ServersRead(self._run, f"worker session {reader}", order, seconds + micro / 1e6, seen)
         return self._ended(closure, "done", view)
 
-    def _ended(self, closure: int, outcome: str, view: View | None = None) -> ClosureEnded:
+    def _ended(self, closure: int, outcome: str, view: ServersRead | None = None) -> ClosureEnded:
         return ClosureEnded(self._run, closure, time.monotonic(), outcome, view)
 
-    def _view(self) -> View:
+    def _view(self) -> ServersRead:
         self._reads += 1
         begun = time.monotonic()
         seen = tuple(frozenset(np.flatnonzero(v.numpy()).tolist()) for v in self._marks)
-        return View(self._run, "the coordinator", self._reads, begun, seen)
+        return ServersRead(self._run, "the coordinator", self._reads, begun, seen)

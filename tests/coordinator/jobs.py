@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import phalanx as px
 from phalanx.job.launch.ports import PortReservation
-from phalanx.parameter_server.closure import use, use_when_needed
 
 TIMEOUT = 20.0  # seconds within which everything happens
 
@@ -33,9 +32,7 @@ class Job:
             for kind in ("ps", "worker"):
                 for index in range(len(self.cluster[kind])):
                     self.start(kind, index)
-        use(None)  # what other tests have used
         self.strategy = self.new_strategy(**options)
-        _open.append(self)
         self._coordinators: list[px.coordinator.ClusterCoordinator] = []
 
     def new_strategy(self, **options: Any) -> px.ParameterServerStrategy:
@@ -69,26 +66,15 @@ class Job:
         Gate.open_all()
         for coordinator in self._coordinators:
             coordinator.close()
-            coordinator.strategy.extended.connect().close()
+            coordinator.strategy.close()
         for task in self.tasks.values():
             task.stop()
-        _open.remove(self)
-        use(None)
-        if _open:
-            _open[-1].activate()
-
-    def activate(self) -> None:
-        """Let this process use the servers of this job again."""
-        use_when_needed(self.strategy.extended.connect)
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-_open: list[Job] = []  # jobs, of which the last is used
 
 
 class Gate:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import pickle
 import signal
 import threading
@@ -546,8 +545,7 @@ def test_a_coordinator_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         job.strategy = job.new_strategy()
         Gate("checkpoint").open()
         definitions = [c.definition.id for c in counts]
-        with _ids_from(min(definitions)):
-            counts = [job.variable(0.0) for _ in range(3)]
+        counts = [job.variable(0.0) for _ in range(3)]
         assert [c.definition.id for c in counts] == definitions
         coordinator = job.coordinate(job.strategy, restore_from=folder)
         assert len(coordinator.restored) == 9 - min(ran, 9) + 1
@@ -556,25 +554,9 @@ def test_a_coordinator_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         assert int(coordinator.restored[-1].fetch()) == 2 * int(coordinator.restored[-2].fetch())
 
 
-def _ids_from(first: int) -> Any:
-    from phalanx.strategies import parameter_server
-
-    patch = pytest.MonkeyPatch.context()
-
-    class Patched:
-        def __enter__(self) -> None:
-            patch.__enter__().setattr(parameter_server, "_ids", itertools.count(first))
-
-        def __exit__(self, *exc_info: object) -> None:
-            patch.__exit__(None, None, None)
-
-    return Patched()
-
-
 def test_a_checkpoint_that_is_none(tmp_path: Path, shared: Job) -> None:
     with pytest.raises(px.errors.NotFoundError):
         ClusterCoordinator(shared.new_strategy(), restore_from=tmp_path)
     (tmp_path / "queue").write_bytes(b"garbage")
     with pytest.raises(px.errors.DataLossError):
         ClusterCoordinator(shared.new_strategy(), restore_from=tmp_path)
-    shared.activate()

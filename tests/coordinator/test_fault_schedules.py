@@ -9,7 +9,7 @@ import pytest
 from tests.coordinator.fault_player import Player, schedule_of
 from tests.coordinator.fault_tasks import random_plan
 
-from phalanx.testing.faults.checkers import violations
+from phalanx.testing.faults.checkers import closure_violations
 from phalanx.testing.faults.history import Named
 from phalanx.testing.faults.schedules import Fault, Schedule
 
@@ -24,7 +24,7 @@ def check(player: Player, seed: int) -> None:
     plan = random_plan(seed)
     schedule = schedule_of(seed, plan)
     history = player.play(plan, schedule)
-    wrong = violations(history, max_staleness=dict(plan.options)["max_staleness"])
+    wrong = closure_violations(history, max_staleness=dict(plan.options)["max_staleness"])
     assert not wrong, "\n".join([*wrong[:20], f"{plan.options}", str(schedule)])
 
 
@@ -50,7 +50,7 @@ def test_missing_tasks_are_named_in_time(player: Player) -> None:
         Fault(1, 0.1, "kill", "worker 2", 6.5),
     ]
     history = player.play(random_plan(0), Schedule(0, tuple(faults)))
-    assert not violations(history), list(history.all(Named))
+    assert not closure_violations(history), list(history.all(Named))
 
 
 def test_servers_that_forget_closures_are_caught(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_servers_that_forget_closures_are_caught(tmp_path: Path) -> None:
                 for i in range(4)
             ]
             history = player.play(random_plan(seed), Schedule(seed, tuple(faults)))
-            found = [text for text in violations(history) if "counts 2 times" in text]
+            found = [text for text in closure_violations(history) if "counts 2 times" in text]
             if found:
                 break
     assert found, "a closure counted twice, and nobody noticed"

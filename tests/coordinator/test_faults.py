@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -16,11 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from tests.coordinator.jobs import TIMEOUT, Gate, Held, Job
 
 import phalanx as px
 from phalanx.coordinator import cluster_coordinator
 from phalanx.coordinator.cluster_coordinator import ClusterCoordinator
+from phalanx.coordinator.overview import ReportEndpoint, show
+from phalanx.parameter_server import watch
 
 TOKEN = "known to all tasks of this test"
 
@@ -295,3 +299,53 @@ def test_killed_and_frozen_workers(caplog: pytest.LogCaptureFixture) -> None:
             values = [coordinator.schedule(index) for _ in range(50)]
             assert {int(v.fetch()) for v in values} <= {0, 1}
             assert [float(c.numpy()) for c in counts] == [400, 400]
+
+
+def test_servers_that_die_or_freeze_are_named_while_no_task_waits_for_them(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_LATE", 0.2)
+    monkeypatch.setattr(watch, "_BEAT", 0.1)
+    with Job(1, 2, start=False, server_timeout=TIMEOUT) as job, processes(job, "ps") as servers:
+        counts = [job.variable(0.0), job.variable(0.0)]
+        coordinator = job.coordinator
+
+        def missing() -> list[str]:
+            return [s["state"] for s in coordinator.report()["servers"]]
+
+        def shown() -> str:
+            console = Console(file=io.StringIO(), width=300)
+            show({"chief 0": reports.address}, TOKEN, TIMEOUT, console)
+            return console.file.getvalue()  # type: ignore[attr-defined]
+
+        until(lambda: missing() == ["up", "up"], "that both servers are up")
+        servers[1].signal(signal.SIGSTOP)
+        until(lambda: missing() == ["up", "missing"], "that the frozen server is missing")
+        until(lambda: "ps 1 at" in caplog.text, "that the frozen server is named")
+        servers[1].signal(signal.SIGCONT)
+        until(lambda: missing() == ["up", "up"], "that it is back")
+        until(lambda: "answers again" in caplog.text, "that this is said")
+        servers[0].end()
+        until(lambda: "ps 0 at" in caplog.text, "that the killed server is named")
+        with ReportServer(coordinator) as reports:
+            assert "ps 0 has not answered the coordinator for" in shown()
+        servers[0] = Process(job, "ps", 0)  # which has nothing
+        until(lambda: "does not hold the variables" in caplog.text, "that this is said")
+        with pytest.raises(px.errors.ServerStateLostError, match="ps task 0"):
+            counts[0].numpy()
+        job.strategy.close()
+
+
+class ReportServer(ReportEndpoint):
+    """Where `phalanx explain` asks, at a free port."""
+
+    def __init__(self, coordinator: ClusterCoordinator) -> None:
+        super().__init__("localhost:0", TOKEN.encode(), coordinator.report)
+        assert self._endpoint is not None
+        self.address = self._endpoint.address
+
+    def __enter__(self) -> ReportServer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

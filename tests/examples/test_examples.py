@@ -103,6 +103,13 @@ def test_parameter_servers_count_each_step_once(tmp_path: Path) -> None:
     assert float(loss) < 0.1
 
 
+def test_workers_share_variables_without_a_coordinator(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "parameter_server_workers.py")
+    done = launch(tmp_path, "-n", "2", "--ps", "1", "--no-chief", script)
+    assert "weights [ 1. -2.  3.], bias 4.0" in done.stdout
+    assert ", 300 steps of all workers" in done.stdout  # no update of a worker is lost
+
+
 def test_an_embedding_on_servers_learns_and_is_evaluated(tmp_path: Path) -> None:
     script = str(EXAMPLES / "embedding.py")
     small = ["--rows", "5000", "--width", "16", "--checkpoints", str(tmp_path / "saved")]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import phalanx as px
-from phalanx.parameter_server.closure import closure, use
+from phalanx.parameter_server.closure import closure
 from phalanx.parameter_server.local import LocalServers
 from phalanx.parameter_server.requests import Read, Token, Update
 
@@ -40,11 +40,16 @@ class Job:
 
     def __init__(self, servers: int = 2, partitioner: Any = None, **kwargs: Any) -> None:
         self.servers = CountingServers(servers)
-        use(self.servers)
         tasks = {"worker": ["host:1"], "ps": [f"host:{2 + i}" for i in range(servers)]}
         resolver = px.cluster_resolver.SimpleClusterResolver(px.train.ClusterSpec(tasks))
         self.strategy = px.ParameterServerStrategy(resolver, partitioner, **kwargs)
+        self.use(self.servers)
         self._closures = 0
+
+    def use(self, servers: Any) -> None:
+        """Let the variables of the job be on these servers."""
+        self.servers = servers
+        self.strategy.extended.home.use(servers)
 
     def variable(self, *args: Any, **kwargs: Any) -> Any:
         with self.strategy.scope():
@@ -54,7 +59,7 @@ class Job:
         """Run a function as a worker does: as a closure whose updates are one commit."""
         self._closures += 1
         token = Token(self._closures)
-        with closure(token) as attempt:
+        with closure(token, self.servers) as attempt:
             result = fn(*args)
         assert self.servers.push(token, attempt.updates).applied
         return result

@@ -165,7 +165,7 @@ def test_no_gradient_is_lost_between_workers() -> None:
     step = px.function(lambda: optimizer.minimize(lambda: v * v, [v]))
     attempts = []
     for i in range(2):
-        with closure(Token(i)) as attempt:
+        with closure(Token(i), job.servers) as attempt:
             step()
         attempts.append(attempt)
     for attempt in attempts:

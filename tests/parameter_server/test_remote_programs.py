@@ -76,9 +76,9 @@ def test_concurrent_updates_all_count(job: Job) -> None:
     def step() -> Any:
         return v.assign_add(v.read_value() * 0 + 1.0) + 0.0
 
-    with closure(Token(1)) as first:
+    with closure(Token(1), job.servers) as first:
         step()
-    with closure(Token(2)) as second:
+    with closure(Token(2), job.servers) as second:
         step()
     for attempt in (first, second):
         job.servers.push(attempt.token, attempt.updates)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 import phalanx as px
 from phalanx.core.elsewhere import Change, rows_after
 from phalanx.core.variable_spec import apply_update
-from phalanx.parameter_server.closure import closure, current_closure, use
+from phalanx.parameter_server.closure import closure, current_closure
 from phalanx.parameter_server.requests import Token
 from tests.parameter_server.jobs import Job
 
@@ -84,7 +84,7 @@ def test_a_closure_reads_once_and_sees_its_own_writes(job: Job) -> None:
 
 def test_nobody_sees_a_closure_before_its_commit(job: Job) -> None:
     v = job.variable(1.0)
-    with closure(Token(1)) as attempt:
+    with closure(Token(1), job.servers) as attempt:
         v.assign_add(1.0)
         assert current_closure() is attempt
     assert current_closure() is None
@@ -240,10 +240,13 @@ def test_a_deep_copy_is_another_variable(job: Job) -> None:
         copy.copy(v)
 
 
-def test_without_servers_there_is_a_word_on_it(job: Job) -> None:
+def test_a_strategy_can_be_closed() -> None:
+    job = Job()
     v = job.variable(1.0)
-    use(None)
-    with pytest.raises(RuntimeError, match="not connected to parameter servers"):
+    job.strategy.close()
+    job.strategy.close()
+    assert [s.status()["variables"] for s in job.servers.stores] == [0, 0]
+    with pytest.raises(RuntimeError, match="has been closed"):
         v.numpy()
 
 

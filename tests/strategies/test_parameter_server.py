@@ -12,9 +12,7 @@ from tests.parameter_server.jobs import Job
 from tests.parameter_server.running import connections, running
 
 import phalanx as px
-from phalanx.core.variable_spec import live_variables
 from phalanx.parameter_server.client import ServerConnections
-from phalanx.parameter_server.closure import use
 
 FIXED = px.partitioners.FixedShardsPartitioner
 Simple = px.cluster_resolver.SimpleClusterResolver
@@ -35,7 +33,6 @@ def test_what_it_says_of_itself() -> None:
     assert made.cluster_resolver.cluster_spec().as_dict() == TASKS
     assert made.options == px.experimental.ParameterServerOptions()
     assert not made.extended.experimental_between_graph
-    assert px.experimental.ParameterServerStrategy is px.ParameterServerStrategy
 
 
 def test_the_cluster_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,11 +139,9 @@ def test_variables_end_with_the_program_that_made_them() -> None:
         v = job.variable(np.zeros((4, 2), "f"))
         job.run(px.function(lambda: v.assign_add(np.ones((4, 2), "f")).name))
 
-    gc.collect()  # what other tests have left
-    before = len(live_variables())
     use_one()
     gc.collect()
-    assert len(live_variables()) == before
+    assert job.strategy.extended.variables == []
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -204,8 +199,7 @@ def test_a_job_over_real_connections() -> None:
         job = Job(2, FIXED(2))
         found: ServerConnections
         with connections(tasks) as found:
-            use(found)
-            job.servers = found  # type: ignore[assignment]
+            job.use(found)
             table = job.variable(np.arange(12, dtype=np.float32).reshape(6, 2))
             total = job.variable(0.0)
 
@@ -218,4 +212,3 @@ def test_a_job_over_real_connections() -> None:
             ids = np.array([5, 0])
             assert [float(job.run(step, ids)) for _ in range(2)] == [22.0, 22.0]
             assert table.numpy().sum() == 66 - 22
-            use(None)

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from phalanx.net.addresses import split_address
-from phalanx.testing.faults.checkers import violations
+from phalanx.testing.faults.checkers import closure_violations
 from phalanx.testing.faults.history import (
     ClosureEnded,
+    ClosureRaised,
+    ClosureSubmitted,
+    CoordinatorRestarted,
     Event,
-    Final,
     Happened,
     History,
     Named,
-    Raised,
-    Restarted,
-    Submitted,
-    View,
+    ServersAtEnd,
+    ServersRead,
 )
 from phalanx.testing.faults.proxies import Proxies
 from phalanx.testing.faults.schedules import random_schedule
@@ -45,24 +45,24 @@ def test_schedules_follow_from_their_seeds() -> None:
 # -- histories --------------------------------------------------------------------------------------
 
 
-def view(order: int, begun: float, *seen: set[int], reader: str = "a", run: int = 0) -> View:
-    return View(run, reader, order, begun, tuple(map(frozenset, seen)))
+def view(order: int, begun: float, *seen: set[int], reader: str = "a", run: int = 0) -> ServersRead:
+    return ServersRead(run, reader, order, begun, tuple(map(frozenset, seen)))
 
 
 GOOD: tuple[Event, ...] = (
-    Submitted(0, 0, (0, 1)),
-    Submitted(0, 1, (0,), needs=(0,)),
-    Submitted(0, 2, (1,)),
-    Submitted(0, 3, (0, 1)),
+    ClosureSubmitted(0, 0, (0, 1)),
+    ClosureSubmitted(0, 1, (0,), needs=(0,)),
+    ClosureSubmitted(0, 2, (1,)),
+    ClosureSubmitted(0, 3, (0, 1)),
     ClosureEnded(0, 0, 2.0, "done", view(1, 1.0, set(), set())),
     ClosureEnded(0, 1, 4.0, "done", view(2, 3.0, {0}, {0})),
     ClosureEnded(0, 2, 4.5, "failed"),
-    Raised(0, 2),
+    ClosureRaised(0, 2),
     ClosureEnded(0, 3, 5.0, "cancelled"),
     view(1, 6.0, {0, 1}, {0}, reader="the coordinator"),
     Happened("freeze", "worker 0", 1.0, 9.0),
     Named(3.0, "worker 0 at localhost has not answered"),
-    Final(10.0, ((1, 1, 0, 0), (1, 0, 0, 0)), ((1, 0, 0, 0), (0, 0, 0, 0))),
+    ServersAtEnd(10.0, ((1, 1, 0, 0), (1, 0, 0, 0)), ((1, 0, 0, 0), (0, 0, 0, 0))),
 )
 
 
@@ -83,44 +83,46 @@ WRONG = {
     ),
     "read 2 of a lacks [1] on 0, seen before by itself": changed(4, view=view(1, 1.0, {1}, set())),
     "lacks [2] on 1, seen before by others": changed(4, view=view(9, 1.0, set(), {2}, reader="b")),
-    "the error of closure 2 was raised 2 times": History([*GOOD, Raised(0, 2)]),
+    "the error of closure 2 was raised 2 times": History([*GOOD, ClosureRaised(0, 2)]),
     "the error of closure 1 was raised, which has not failed": changed(7, closure=1),
-    "failed, and no error was raised": History([e for e in GOOD if not isinstance(e, Raised)]),
+    "failed, and no error was raised": History([e for e in GOOD if not isinstance(e, ClosureRaised)]),
     "worker 0 was missing for 8.0 s and was not named": changed(11, at=7.5),
 }
 
 
 def test_a_good_history() -> None:
-    assert violations(History(list(GOOD)), max_staleness=0) == []
+    assert closure_violations(History(list(GOOD)), max_staleness=0) == []
 
 
 @pytest.mark.parametrize("text", list(WRONG))
 def test_a_wrong_history(text: str) -> None:
-    assert any(text in found for found in violations(WRONG[text])), violations(WRONG[text])
+    assert any(text in found for found in closure_violations(WRONG[text])), closure_violations(
+        WRONG[text]
+    )
 
 
 def test_a_stale_read() -> None:
     stale = changed(5, view=view(2, 1.5, set(), set()))
     text = "closure 1 missed 1 others on server 0, not 0"
-    assert text in violations(stale, max_staleness=0)
-    assert not any("missed" in found for found in violations(stale, max_staleness=1))
-    assert not any("missed" in found for found in violations(stale))
+    assert text in closure_violations(stale, max_staleness=0)
+    assert not any("missed" in found for found in closure_violations(stale, max_staleness=1))
+    assert not any("missed" in found for found in closure_violations(stale))
 
 
 def test_a_restart_forgets_what_came_after_the_checkpoint() -> None:
     events: list[Event] = [
-        Submitted(0, 0, (0,)),
+        ClosureSubmitted(0, 0, (0,)),
         ClosureEnded(0, 0, 1.0, "done", view(1, 0.5, set())),
-        Submitted(0, 1, (0,)),
+        ClosureSubmitted(0, 1, (0,)),
         ClosureEnded(0, 1, 2.0, "done", view(2, 1.5, {0})),
-        Restarted(1, since=1),
+        CoordinatorRestarted(1, since=1),
         view(1, 3.0, {0}, run=1),
     ]
-    assert violations(History([*events, Final(9.0, ((1, 0),), ((0, 0),))])) == []
-    wrong = violations(History([*events, Final(9.0, ((1, 1),), ((1, 0),))]))
+    assert closure_violations(History([*events, ServersAtEnd(9.0, ((1, 0),), ((0, 0),))])) == []
+    wrong = closure_violations(History([*events, ServersAtEnd(9.0, ((1, 1),), ((1, 0),))]))
     assert wrong == ["closure 1 counts 1 times on server 0, not 0"]
-    events.append(Submitted(1, 1, (0,)))
-    assert violations(History([*events, Final(9.0, ((1, 1),), ((1, 0),))])) == []
+    events.append(ClosureSubmitted(1, 1, (0,)))
+    assert closure_violations(History([*events, ServersAtEnd(9.0, ((1, 1),), ((1, 0),))])) == []
 
 
 # -- proxies ----------------------------------------------------------------------------------------

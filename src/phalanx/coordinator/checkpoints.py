@@ -21,7 +21,7 @@ from phalanx.runtime.formatting import shown
 __all__ = ["SavedState", "read", "write"]
 
 _QUEUE = "queue"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ class _State:
     closures: tuple[_Closure, ...]
     resources: tuple[_Resource, ...]
     next_closure: int
+    runs: tuple[str, ...]  # those that its variables belong to
 
 
 def write(
     directory: str | Path,
     state: tuple[Sequence[Entry], Mapping[int, Resource], int],
     servers: ServerConnections,
+    runs: tuple[str, ...],
 ) -> None:
     """Write a checkpoint. The directory is complete, or as it was before."""
     target = Path(directory).absolute()
@@ -66,7 +68,7 @@ def write(
     try:
         servers.save(str(fresh))
         with open(fresh / _QUEUE, "wb") as file:
-            pickle.dump(_described(*state), file, protocol=5)
+            pickle.dump(_described(*state, runs), file, protocol=5)
             file.flush()
             os.fsync(file.fileno())
         _replace(fresh, target)
@@ -84,7 +86,10 @@ def _replace(fresh: Path, target: Path) -> None:
 
 
 def _described(
-    entries: Sequence[Entry], resources: Mapping[int, Resource], next_closure: int
+    entries: Sequence[Entry],
+    resources: Mapping[int, Resource],
+    next_closure: int,
+    runs: tuple[str, ...],
 ) -> _State:
     places = {id(entry.value): i for i, entry in enumerate(entries)}
     functions: dict[int, _Function] = {}
@@ -97,7 +102,7 @@ def _described(
         function = resource.function
         functions[function.number] = _Function(function.name, function.blob)
         kept.append(_Resource(function.number, resource.arguments, number))
-    return _State(_VERSION, functions, tuple(closures), tuple(kept), next_closure)
+    return _State(_VERSION, functions, tuple(closures), tuple(kept), next_closure, runs)
 
 
 @dataclass(frozen=True)
@@ -122,11 +127,20 @@ class SavedState:
         servers.load(str(self.folder))
 
     def schedule(
-        self, dispatcher: Dispatcher, wait: Callable[[RemoteValue, Any], None]
+        self,
+        dispatcher: Dispatcher,
+        wait: Callable[[RemoteValue, Any], None],
+        variables: Sequence[Any],
     ) -> list[RemoteValue]:
-        """Schedule the closures again; returns their values."""
+        """Schedule the closures again; returns their values.
+
+        Args:
+            dispatcher: has the workers.
+            wait: for values.
+            variables: of the program; those that a function refers to are among them.
+        """
         packed = dispatcher.functions.packed
-        functions = {n: packed(f.name, f.blob) for n, f in self.state.functions.items()}
+        functions = {n: packed(f.name, f.blob, variables) for n, f in self.state.functions.items()}
         for kept in self.state.resources:
             values = [ResourceValue(wait) for _ in dispatcher.links]
             resource = Resource(functions[kept.function], kept.arguments, (), values)

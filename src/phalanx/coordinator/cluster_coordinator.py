@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -21,7 +22,6 @@ from phalanx.core.strategy import Strategy
 from phalanx.core.structure import map_nest
 from phalanx.errors import DeadlineExceededError, InvalidTypeError, InvalidValueError
 from phalanx.execution.function import Function
-from phalanx.parameter_server.closure import servers_in_turn
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.pickling import StaysHere
 from phalanx.strategies.parameter_server import ParameterServerStrategy
@@ -104,11 +104,13 @@ class ClusterCoordinator(StaysHere):
             raise _WrongStrategyError(
                 f"A ClusterCoordinator needs a px.ParameterServerStrategy. Received: {shown(strategy)}"
             )
+        strategy.extended.check_coordinates()
         self._strategy = strategy
-        session = strategy.extended.session
         found = None if restore_from is None else checkpoints.read(restore_from)
+        session = strategy.extended.session
         if found is not None:
             found.load_variables(strategy.extended.connect())
+            session = strategy.extended.go_on_from(found.state.runs)
         else:
             strategy.extended.connect()
         self._session = session
@@ -120,9 +122,14 @@ class ClusterCoordinator(StaysHere):
             first=1 if found is None else found.next_closure,
         )
         self._dispatcher.wait = self._wait_for_value
-        self._restored = [] if found is None else found.schedule(self._dispatcher, self._wait_for_value)
+        self._restored: list[RemoteValue] = []
+        if found is not None:
+            variables = strategy.extended.variables
+            self._restored = found.schedule(self._dispatcher, self._wait_for_value, variables)
         self._dispatcher.start()
         self._reports = self._serve_reports()
+        strategy.extended.home.when_freed.append(self._dispatcher.drop_variable)
+        strategy.extended.when_closed.append(self.close)
         with self._lock:
             self._known[id(strategy)] = self
         self._is_ready = True
@@ -244,8 +251,10 @@ class ClusterCoordinator(StaysHere):
         try:
             self._wait_for(question, "functions to end, for a checkpoint")
             state = self._ask(dispatcher.pending)
-            with servers_in_turn():
-                checkpoints.write(directory, state, self._strategy.extended.connect())
+            with self._strategy.extended.home.in_turn():
+                checkpoints.write(
+                    directory, state, self._strategy.extended.connect(), self._session.runs
+                )
         finally:
             dispatcher.resume()
 
@@ -255,15 +264,21 @@ class ClusterCoordinator(StaysHere):
         Returns:
             ``queued``, ``in_flight``, ``in_doubt``, ``done``, ``retried``, ``last_error``, and for each
             of the ``workers`` its ``state``, what it has ``in_flight``, its ``staleness`` (how many
-            other functions may change variables while one of its own runs) and what it is ``doing``.
+            other functions may change variables while one of its own runs) and what it is ``doing``;
+            and for each of the ``servers`` its ``state``, and for how many seconds it was ``silent``.
         """
-        found: dict[str, Any] = self._ask(self._dispatcher.report)
-        return found
+        watch = self._strategy.extended.watch
+        servers = [] if watch is None else watch.report()
+        return {**self._ask(self._dispatcher.report), "servers": servers}
 
     def close(self) -> None:
         """End the connections to the workers. What has not run never will."""
         with self._lock:
             self._known.pop(id(self._strategy), None)
+        extended = self._strategy.extended
+        with contextlib.suppress(ValueError):  # it was closed before
+            extended.when_closed.remove(self.close)
+            extended.home.when_freed.remove(self._dispatcher.drop_variable)
         if self._reports is not None:
             self._reports.close()
         self._dispatcher.close()

@@ -172,6 +172,10 @@ class Dispatcher:
 
         self._put_call(drop)
 
+    def drop_variable(self, number: int) -> None:
+        """Servers do not hold a variable any more; workers may have its last value."""
+        self.loop.call_soon(partial(self._tell_released, "variable", number))
+
     def _put_call(self, call: Callable[[], None]) -> None:
         """Let the thread do something after it has taken up the closures before."""
         self.inbox.append(call)

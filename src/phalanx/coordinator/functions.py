@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx.runtime.pickling import noting
 from phalanx.runtime.shipping import pack
 
 __all__ = ["Functions", "Shipped"]
@@ -20,12 +21,13 @@ class Shipped:
         number: what it is known by.
         name: for people.
         blob: pickled.
+        variables: those that it refers to, which last as long as it does.
     """
 
-    __slots__ = ("__weakref__", "blob", "name", "number")
+    __slots__ = ("__weakref__", "blob", "name", "number", "variables")
 
-    def __init__(self, number: int, name: str, blob: bytes) -> None:
-        self.number, self.name, self.blob = number, name, blob
+    def __init__(self, number: int, name: str, blob: bytes, variables: Sequence[Any]) -> None:
+        self.number, self.name, self.blob, self.variables = number, name, blob, variables
 
 
 class Functions:
@@ -52,11 +54,14 @@ class Functions:
                 if found is None:
                     name = getattr(fn, "__name__", type(fn).__name__)
                     inner = getattr(fn, "python_function", fn)
-                    found = self._known[fn] = self.packed(name, pack(fn, inner))
+                    variables: list[Any] = []
+                    with noting(variables):
+                        blob = pack(fn, inner)
+                    found = self._known[fn] = self.packed(name, blob, variables)
         return found
 
-    def packed(self, name: str, blob: bytes) -> Shipped:
-        """A function that was pickled before."""
-        found = Shipped(next(self._numbers), name, blob)
+    def packed(self, name: str, blob: bytes, variables: Sequence[Any]) -> Shipped:
+        """A function that was pickled before, and the variables that it refers to."""
+        found = Shipped(next(self._numbers), name, blob, variables)
         weakref.finalize(found, self._forget, found.number).atexit = False
         return found

@@ -141,6 +141,11 @@ def _show_workers(report: Mapping[str, Any], console: Console) -> None:
         )
     console.print()
     console.print(table)
+    for server in report["servers"]:
+        if server["state"] != "up":
+            reason = server["reason"].partition(". Received")[0]
+            text = f"has not answered the coordinator for {server['silent']:.0f} s: {reason}"
+            console.print(f"\n{server['task']} {text}", markup=False)
     if report["last_error"]:
         console.print(f"\nThe last error: {report['last_error']}", markup=False)
 

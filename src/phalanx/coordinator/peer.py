@@ -22,7 +22,7 @@ class Entry(NamedTuple):
         function: what to call.
         arguments: pickled.
         inputs: values of other closures that the arguments refer to.
-        resources: what else must last until the closure is settled.
+        resources: what else must last until the closure is settled: resources, and variables.
         value: where the result goes.
     """
 
@@ -83,7 +83,7 @@ class Peer:
         self._send(MessageKind.RECALL, [b"%d" % era])
 
     def release(self, what: str, number: int) -> None:
-        """No closure needs a function or a resource any more."""
+        """No closure needs a function, a resource or the value of a variable any more."""
         if what == "function":
             self._functions.discard(number)
         self._send(MessageKind.RELEASE, [pickle.dumps((what, number), protocol=5)])

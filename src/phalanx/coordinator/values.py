@@ -15,6 +15,7 @@ import numpy as np
 from phalanx.core.structure import map_nest
 from phalanx.errors import InvalidTypeError, OutOfRangeError, UnavailableError, UnknownError
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.pickling import noting
 
 __all__ = [
     "NOTHING",
@@ -139,7 +140,7 @@ def lost_value(closure: int) -> UnavailableError:
 
 
 class References:
-    """What arguments refer to: values of other closures, and resources of workers."""
+    """What arguments refer to: values of other closures; and resources of workers, and variables."""
 
     __slots__ = ("inputs", "resources")
 
@@ -165,7 +166,8 @@ def pack_arguments(args: Sequence[Any], kwargs: Any) -> tuple[bytes, References]
     before, _thread.references = _thread.references, found
     try:
         arguments = (tuple(args), dict(kwargs or {}))
-        return _dumps(arguments, "The arguments of a scheduled function"), found
+        with noting(found.resources):
+            return _dumps(arguments, "The arguments of a scheduled function"), found
     finally:
         _thread.references = before
 

@@ -265,7 +265,10 @@ class _Session:
             self._halted = max(self._halted, int(bytes(buffers[0])))
         elif kind == MessageKind.RELEASE:
             what, number = pickle.loads(buffers[0])
-            (self._functions if what == "function" else self._resources).pop(number, None)
+            if what == "variable":
+                self._servers.drop_known(number)
+            else:
+                (self._functions if what == "function" else self._resources).pop(number, None)
 
     def _define(self, number: int, blob: bytes) -> None:
         try:

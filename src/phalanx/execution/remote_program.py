@@ -19,10 +19,12 @@ from phalanx.core import traced_variables, transactions
 from phalanx.core.elsewhere import Change, Home, Pending, Rows, check_indices, read
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.variables import Variable
+from phalanx.errors import StrategyMismatchError
 from phalanx.execution.program import Program, Result, Stacked, references, wrapper
 from phalanx.execution.running import as_array
 from phalanx.execution.throttle import THROTTLE, token
 from phalanx.runtime import compat, program_parts
+from phalanx.runtime.formatting import shown
 
 
 def is_remote(closed: Any, variables: Sequence[Variable], used: traced_variables.VariableTrace) -> bool:
@@ -91,8 +93,7 @@ class RemoteProgram(Program):
             part.wholes = [remote.index(i) for i in part.remote]
             part.locals = kept([variables[i] for i in part.here])
         self._needed = [*references(needed), *result.variables]
-        home = next(v.home for v in needed if v.home is not None)
-        self._home: Home = home
+        self._home = _only_home([v for v in needed if v.home is not None])
         self._device = used.device
         self._after_runs = list(used.after_runs)
 
@@ -201,6 +202,21 @@ class _Request(NamedTuple):
 
     target: int
     changes: tuple[_Kind, ...] | None
+
+
+def _only_home(variables: Sequence[Variable]) -> Home:
+    """Where the variables of a program are. Updates count as a whole, which two homes cannot do."""
+    first = variables[0]
+    for other in variables:
+        if other.home is not first.home:
+            raise StrategyMismatchError(
+                "A compiled function uses the variables of one px.ParameterServerStrategy, because its "
+                "updates count as a whole. Use one function for each strategy, or give values to it as "
+                f"arguments. Received: {shown(first.name)} of {first.distribute_strategy!r} and "
+                f"{shown(other.name)} of {other.distribute_strategy!r}"
+            )
+    assert first.home is not None
+    return first.home
 
 
 def _target(asked: Any) -> Any:

@@ -13,6 +13,8 @@ What a server does is pure, from requests to answers; sockets and files are a th
 - `phalanx.parameter_server.client`, `server_link`, `lane`, `buffers`: how a task reaches all servers.
 - `phalanx.parameter_server.local`: the same servers without connections.
 - `phalanx.parameter_server.closure`: what a scheduled function does to variables.
+- `phalanx.parameter_server.home`: the servers of a strategy, outside of scheduled functions.
+- `phalanx.parameter_server.watch`, `joining`: whether servers live, and which run they serve.
 - `phalanx.parameter_server.remote_variable`, `sharded_variable`, `rows`: variables as references.
 - `phalanx.parameter_server.session`: what the tasks of a run share.
 - `phalanx.parameter_server.placement`, `options`: which server holds what, and how a job behaves.

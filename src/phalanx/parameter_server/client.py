@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from phalanx.errors import InvalidValueError, PhalanxError
+from phalanx.errors import InvalidValueError, PhalanxError, ServerStateLostError, UnavailableError
 from phalanx.parameter_server import wire
 from phalanx.parameter_server.buffers import BufferPool
 from phalanx.parameter_server.durability import Durability
@@ -32,6 +33,8 @@ from phalanx.runtime.formatting import shown
 from phalanx.runtime.host_memory import expect_input
 
 __all__ = ["ServerConnections"]
+
+_log = logging.getLogger("phalanx")
 
 Array = np.ndarray[Any, Any]
 
@@ -59,6 +62,7 @@ class ServerConnections:
         addresses: of the ps tasks, in their order.
         key: the job's secret.
         run: names what the coordinator has begun; the same for all tasks of a run.
+        earlier: the runs from whose checkpoints it goes on.
         begin: whether this is the coordinator, which begins the run. Servers are then empty.
         resume: whether servers that have kept this run go on with it.
         delivery: "exactly_once", or "at_least_once": servers do not remember what they have applied,
@@ -74,6 +78,7 @@ class ServerConnections:
         key: bytes,
         run: str,
         *,
+        earlier: Sequence[str] = (),
         begin: bool = False,
         resume: bool = False,
         delivery: str = "exactly_once",
@@ -86,6 +91,8 @@ class ServerConnections:
                 f"delivery must be one of {', '.join(map(repr, _DELIVERIES))}. "
                 f"Received: {shown(delivery)}"
             )
+        self.runs = frozenset({run, *earlier})
+        """The run, and those from whose checkpoints it goes on."""
         self._remembers, self._arbiter = delivery == "exactly_once", arbiter
         self._pool = BufferPool()
         expect_input()
@@ -120,6 +127,25 @@ class ServerConnections:
         """Let its server hold a variable; if it does already, nothing happens."""
         array = np.ascontiguousarray(value, has_dtype(definition)).reshape(np.shape(value))
         self._call(definition.server, wire.create(definition, array))
+
+    def find(self, definition: VariableDefinition) -> bool:
+        """Whether its server holds a variable."""
+        answer = self._call(definition.server, wire.find(definition))
+        return wire.read_outcome(answer) is not Outcome.REFUSED
+
+    def free(self, variables: Sequence[VariableDefinition], optimizers: Sequence[int] = ()) -> None:
+        """Let servers hold variables no more, and forget optimizers. They do it soon."""
+        for i, link in enumerate(self._links):
+            mine = [v.id for v in variables if v.server == i]
+            if mine or optimizers:
+                link.ask(wire.free(mine, optimizers), lambda _: None)
+        for variable in variables:
+            self.drop_known(variable.id)
+        self.collect()
+
+    def drop_known(self, variable: int) -> None:
+        """A variable was freed: its value is not needed any more."""
+        self._known.pop(variable, None)
 
     def define_optimizer(self, definition: OptimizerDefinition) -> None:
         """Tell all servers of an optimizer."""
@@ -333,9 +359,17 @@ class ServerConnections:
         self._known.clear()
         self._call_all(_once({"folder": str(folder), "load": True}))
 
-    def end(self) -> None:
-        """End the run: servers forget everything."""
-        self._call_all(wire.with_fields(Kind.END, {}))
+    def end(self, without: Collection[int] = ()) -> None:
+        """End the run: servers forget everything. Those that are gone have nothing to forget."""
+        for i in range(len(self._links)):
+            if i in without:
+                continue
+            try:
+                self._call(i, wire.with_fields(Kind.END, {}))
+            except ServerStateLostError:  # the run is over there
+                continue
+            except UnavailableError as error:
+                _log.warning("A run ends without one of its parameter servers. %s", error)
 
     # -- inside ----------------------------------------------------------------------------------
 

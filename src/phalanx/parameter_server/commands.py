@@ -62,6 +62,15 @@ def _optimizer(store: Store, buffers: Buffers) -> Answer:
     return _done(Outcome.DONE if is_new else Outcome.REPEATED)
 
 
+def _find(store: Store, buffers: Buffers) -> Answer:
+    is_held = store.find(wire.read_find(buffers))
+    return _done(Outcome.REPEATED if is_held else Outcome.REFUSED)
+
+
+def _free(store: Store, buffers: Buffers) -> Answer:
+    return _done(store.free(*wire.read_free(buffers)))
+
+
 def _pull(store: Store, buffers: Buffers) -> Answer:
     values: list[tuple[int, Any | None]] = []
     for variable, known, rows in wire.read_pull(buffers):
@@ -131,4 +140,6 @@ _COMMANDS = {
     Kind.INQUIRE: _inquire,
     Kind.DECIDE: _decide,
     Kind.FORGET: _forget,
+    Kind.FREE: _free,
+    Kind.FIND: _find,
 }

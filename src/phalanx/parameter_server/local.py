@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class LocalServers:
     def __init__(
         self, count: int = 1, delivery: str = "exactly_once", *, arbiter: bool = False
     ) -> None:
+        self.runs = frozenset({secrets.token_hex(8)})
+        """Names what they serve; no others have this name."""
         self.stores = [Store() for _ in range(count)]
         """What each server holds."""
         self._remembers, self._arbiter = delivery == "exactly_once", arbiter
@@ -59,6 +62,18 @@ class LocalServers:
         """Tell all servers of an optimizer."""
         for store in self.stores:
             store.define_optimizer(definition)
+
+    def free(self, variables: Sequence[VariableDefinition], optimizers: Sequence[int] = ()) -> None:
+        """Let servers hold variables no more, and forget optimizers."""
+        for i, store in enumerate(self.stores):
+            store.free([v.id for v in variables if v.server == i], optimizers)
+
+    def end(self, without: Collection[int] = ()) -> None:
+        """Servers forget everything."""
+        self.stores = [Store() for _ in self.stores]
+
+    def close(self) -> None:
+        """There are no connections."""
 
     def pull(self, reads: Sequence[Read]) -> list[np.ndarray[Any, Any]]:
         """Read variables."""
@@ -112,6 +127,9 @@ class LocalServers:
 
     def collect(self, wait: bool = False) -> None:
         """Nothing waits."""
+
+    def drop_known(self, variable: int) -> None:
+        """Nothing is known."""
 
     def settle(self, tokens: Sequence[Token]) -> dict[Token, Settled]:
         """Find out, and decide, what became of attempts whose worker is lost."""

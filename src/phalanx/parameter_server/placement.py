@@ -6,6 +6,7 @@ import inspect
 import itertools
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,12 +65,16 @@ class VariablePlacer:
         self._placement = placement
         self._turn = itertools.count()
         self._held = [0] * count
+        self._released: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
     def choose(self, name: str, shape: tuple[int, ...], dtype: Any, near: int | None = None) -> int:
         """The server for a variable; `near` is the one of a variable that it must be with."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         with self._lock:
+            while self._released:
+                server, freed = self._released.popleft()
+                self._held[server] -= freed
             if near is not None:
                 server = near
             elif callable(self._placement):
@@ -82,6 +87,10 @@ class VariablePlacer:
                 server = next(self._turn) % self.count
             self._held[server] += nbytes
         return server
+
+    def release(self, server: int, nbytes: int) -> None:
+        """A variable is not there any more; may be called at any moment, in any thread."""
+        self._released.append((server, nbytes))
 
 
 def shard_count(partitioner: Any, shape: tuple[int, ...], dtype: Any) -> int:

@@ -20,7 +20,7 @@ from phalanx.core.values import Mirrored, PerReplica
 from phalanx.core.variable_spec import VariableSpec, register
 from phalanx.core.variables import create_variable
 from phalanx.errors import ContextError, UnsupportedError
-from phalanx.parameter_server.closure import HOME
+from phalanx.parameter_server.home import ServersHome
 from phalanx.parameter_server.requests import Read, VariableDefinition
 from phalanx.parameter_server.rows import read_rows
 from phalanx.runtime import compat
@@ -48,11 +48,13 @@ class RemoteVariable(OnePerProcess, AggregatingVariable):
         strategy: which made it.
     """
 
-    home = HOME
+    home: ServersHome
+    is_owner = True  # of the value on the server
 
     def __init__(self, definition: VariableDefinition, spec: VariableSpec, strategy: Strategy) -> None:
         like: Any = jax.ShapeDtypeStruct(spec.value.shape, spec.value.dtype)
         self.definition = definition
+        self.home = strategy.extended.home  # type: ignore[attr-defined]
         self._spec = dataclasses.replace(spec, value=like)
         self._strategy = strategy
         self._device = strategy.extended._replica_devices[0]  # where this process computes updates

@@ -5,8 +5,9 @@ Everything here is a plain value. Who computes it and how it travels is the busi
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -70,6 +71,11 @@ class VariableDefinition:
     shape: tuple[int, ...]
     dtype: str
     server: int
+
+    @property
+    def nbytes(self) -> int:
+        """How large the value is."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -143,11 +149,24 @@ class Settled(NamedTuple):
 class Servers(Protocol):
     """All parameter servers of a job, as one task sees them. For one thread at a time."""
 
+    @property
+    def runs(self) -> frozenset[str]:
+        """The run that they serve, and those from whose checkpoints it goes on."""
+
     def create(self, definition: VariableDefinition, value: np.ndarray[Any, Any]) -> None:
         """Let its server hold a variable; if it does already, nothing happens."""
 
     def define_optimizer(self, definition: OptimizerDefinition) -> None:
         """Tell all servers of an optimizer."""
+
+    def free(self, variables: Sequence[VariableDefinition], optimizers: Sequence[int] = ()) -> None:
+        """Let servers hold variables no more, and forget optimizers, soon."""
+
+    def end(self, without: Collection[int] = ()) -> None:
+        """End the run: servers forget everything, but for those that are known to be gone."""
+
+    def close(self) -> None:
+        """End the connections."""
 
     def pull(self, reads: Sequence[Read]) -> list[np.ndarray[Any, Any]]:
         """Read variables, with one round trip to all servers concerned at the same time.
@@ -186,6 +205,9 @@ class PipelinedServers(Servers, Protocol):
 
     def collect(self, wait: bool = False) -> None:
         """Call `then` of the pushes that are done; if `wait`, of all of them."""
+
+    def drop_known(self, variable: int) -> None:
+        """A variable was freed: its value is not needed any more."""
 
 
 class ManagedServers(PipelinedServers, Protocol):

@@ -25,7 +25,7 @@ from phalanx.parameter_server.lane import Lane, offer
 from phalanx.parameter_server.service import PURPOSE
 from phalanx.parameter_server.wire import LIMITS, Kind
 
-__all__ = ["ServerLink"]
+__all__ = ["Refusal", "ServerLink", "greeted"]
 
 _log = logging.getLogger("phalanx")
 
@@ -44,8 +44,8 @@ class ServerRequest:
     mark: int = 0  # of the lane, if the request has used it
 
 
-class _Refusal(Exception):
-    """A server does not want to serve this task."""
+class Refusal(Exception):
+    """A server does not want to serve this task; `error` says why."""
 
     def __init__(self, error: PhalanxError) -> None:
         self.error = error
@@ -231,7 +231,7 @@ class ServerLink:
                 stream = self._greet(min(left, _TRY))
                 for request in self.pending:
                     stream.send(request.buffers, self._next_number(), left)
-            except _Refusal as refusal:
+            except Refusal as refusal:
                 raise refusal.error from None
             except (UnauthenticatedError, ProtocolError):
                 raise
@@ -258,32 +258,7 @@ class ServerLink:
         )
 
     def _greet(self, timeout: float) -> Stream:
-        sock = dial(
-            self.address,
-            self._key,
-            {"for": PURPOSE},
-            timeout,
-            peer=f"parameter server (ps task {self.index})",
-            hint="Its process may not run, or the cluster may name another place. ",
-        )
-        stream = Stream(sock, LIMITS, Decoder(LIMITS, self._pool.take))
-        try:
-            told = self._say_hello(stream, self._hello, timeout)
-            if "challenge" in told:
-                self._say_hello(stream, {**self._hello, **told}, timeout)
-        except BaseException:
-            stream.close()
-            raise
-        return stream
-
-    def _say_hello(self, stream: Stream, hello: dict[str, Any], timeout: float) -> dict[str, Any]:
-        stream.send(wire.with_fields(Kind.HELLO, hello), 0, timeout)
-        answer = stream.receive(timeout)
-        try:
-            wire.read_outcome(answer.buffers)
-        except PhalanxError as error:
-            raise _Refusal(error) from None
-        return wire.fields_in(answer.buffers)
+        return greeted(self.address, self._key, self._hello, timeout, Decoder(LIMITS, self._pool.take))
 
     def _missing(self) -> UnavailableError:
         return UnavailableError(
@@ -297,3 +272,44 @@ class ServerLink:
             f"The parameter server, ps task {self.index}, at {self.address} has not answered for "
             f"{self._timeout:g} seconds. Its process may be stopped. Received: {self.address}"
         )
+
+
+def greeted(
+    address: str, key: bytes, hello: dict[str, Any], timeout: float, decoder: Decoder | None = None
+) -> Stream:
+    """A connection to a server on which the task takes part in a run; a `Refusal` if it must not.
+
+    Args:
+        address: of the server.
+        key: the job's secret.
+        hello: what the server is told.
+        timeout: seconds for each message.
+        decoder: where received buffers go.
+    """
+    sock = dial(
+        address,
+        key,
+        {"for": PURPOSE},
+        timeout,
+        peer=f"parameter server (ps task {hello['index']})",
+        hint="Its process may not run, or the cluster may name another place. ",
+    )
+    stream = Stream(sock, LIMITS, decoder)
+    try:
+        told = _say_hello(stream, hello, timeout)
+        if "challenge" in told:
+            _say_hello(stream, {**hello, **told}, timeout)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _say_hello(stream: Stream, hello: dict[str, Any], timeout: float) -> dict[str, Any]:
+    stream.send(wire.with_fields(Kind.HELLO, hello), 0, timeout)
+    answer = stream.receive(timeout)
+    try:
+        wire.read_outcome(answer.buffers)
+    except PhalanxError as error:
+        raise Refusal(error) from None
+    return wire.fields_in(answer.buffers)

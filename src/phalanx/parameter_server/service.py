@@ -282,7 +282,14 @@ class ParameterService:
         run = self._run
         held = {} if run is None else run.store.status()
         log = 0 if run is None or run.keeper is None else run.keeper.log_size
-        return {**held, **self._counts, "connections": len(self._sessions), "log_bytes": log}
+        name = "" if run is None else run.name
+        return {
+            "run": name,
+            **held,
+            **self._counts,
+            "connections": len(self._sessions),
+            "log_bytes": log,
+        }
 
     def _save(self, session: _Session, buffers: Any) -> list[Any]:
         """Write what is held into a folder, or read it from there. The server waits for it."""
@@ -298,6 +305,7 @@ class ParameterService:
             if fields.get("load"):
                 store = fresh_store()
                 load_snapshot(path, store)
+                _take_freed(run.store, store)
                 _check_same(run.store, store, run.index)
                 run.store = store
                 if run.keeper is not None:
@@ -318,6 +326,13 @@ class ParameterService:
         if run is not None and run.keeper is not None:
             with contextlib.suppress(OSError):
                 run.keeper.take_care(run.store)
+
+
+def _take_freed(made: Store, kept: Store) -> None:
+    """What either the program or that of the checkpoint has freed is needed by neither."""
+    kept.variables.update({i: made.variables[i] for i in kept.freed if i in made.variables})
+    kept.freed = {i: None for i in kept.freed if i not in made.variables}
+    kept.free([*made.freed])
 
 
 def _check_same(made: Store, kept: Store, index: int) -> None:

@@ -14,7 +14,7 @@ from phalanx.parameter_server.client import ServerConnections
 from phalanx.parameter_server.durability import Durability
 from phalanx.parameter_server.options import ParameterServerOptions
 
-__all__ = ["Session"]
+__all__ = ["Session", "new_run"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Session:
         servers: the ps tasks.
         workers: the worker tasks.
         options: as the user gave them.
+        earlier: the runs from whose checkpoints it goes on; functions in these know variables by them.
     """
 
     run: str
@@ -34,10 +35,11 @@ class Session:
     servers: tuple[Task, ...]
     workers: tuple[Task, ...]
     options: ParameterServerOptions
+    earlier: tuple[str, ...] = ()
 
     @staticmethod
-    def of(cluster: ClusterSpec, options: ParameterServerOptions) -> Session:
-        """A new run on a cluster.
+    def of(cluster: ClusterSpec, options: ParameterServerOptions, run: str = "") -> Session:
+        """A run on a cluster; a new one if it is not named.
 
         >>> import os
         >>> os.environ["PHALANX_TOKEN"] = "known to all tasks of the job"
@@ -50,7 +52,12 @@ class Session:
         is_local = all(is_loopback(split_address(address)[0]) for address in addresses)
         key = find_token(is_local).encode()
         servers, workers = (_tasks(cluster, job) for job in ("ps", "worker"))
-        return Session(secrets.token_hex(16), key, servers, workers, options)
+        return Session(run or new_run(), key, servers, workers, options)
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The run, and those from whose checkpoints it goes on."""
+        return self.run, *self.earlier
 
     def connect(self, *, begin: bool = False) -> ServerConnections:
         """Reach all servers.
@@ -63,12 +70,18 @@ class Session:
             [server.address for server in self.servers],
             self.key,
             self.run,
+            earlier=self.earlier,
             begin=begin,
             delivery=options.delivery,
             arbiter=options.backup_workers > 0,
             durability=Durability(options.durability, options.sync),
             timeout=options.server_timeout,
         )
+
+
+def new_run() -> str:
+    """A name that no other run has."""
+    return secrets.token_hex(16)
 
 
 def _tasks(cluster: ClusterSpec, job: str) -> tuple[Task, ...]:

@@ -18,7 +18,7 @@ from phalanx.core.values import DistributedValues
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
 from phalanx.errors import InvalidTypeError, InvalidValueError, UnsupportedError
-from phalanx.parameter_server.closure import HOME
+from phalanx.parameter_server.home import ServersHome
 from phalanx.parameter_server.remote_variable import Join, RemoteVariable
 from phalanx.parameter_server.requests import Read
 from phalanx.parameter_server.rows import read_rows
@@ -58,12 +58,13 @@ class ShardedVariable(OnePerProcess, Variable):
         strategy: which made it.
     """
 
-    home = HOME
+    home: ServersHome
 
     def __init__(
         self, variables: Sequence[RemoteVariable], spec: VariableSpec, strategy: Strategy
     ) -> None:
         self._variables = tuple(variables)
+        self.home = self._variables[0].home
         self._spec = spec
         self._strategy = strategy
         self._device = strategy.extended._replica_devices[0]  # where this process computes updates

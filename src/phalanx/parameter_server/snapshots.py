@@ -57,6 +57,7 @@ def _slots_record(variable: int, optimizer: int, slots: Slots) -> Record:
 def _tokens_record(store: Store) -> Record:
     fields = {
         "settled": store.settled,
+        "freed": list(store.freed),
         "counts": store.counts,
         "values": [[closure, len(value)] for closure, value in store.values.items()],
         "fences": [[closure, sorted(attempts)] for closure, attempts in store.fences.items()],
@@ -129,6 +130,7 @@ def _load_slots(store: Store, record: list[bytes]) -> None:
 def _load_tokens(store: Store, record: list[bytes]) -> None:
     fields = fields_of(record[0][1:])
     store.settled = fields["settled"]
+    store.freed = dict.fromkeys(fields.get("freed", ()))
     store.counts.update(fields["counts"])
     for known, buffer in zip((store.applied, store.own), record[1:3], strict=True):
         known.update((int(c), int(a)) for c, a in np.frombuffer(buffer, np.int64).reshape(-1, 2))

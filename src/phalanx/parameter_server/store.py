@@ -30,6 +30,7 @@ Array = np.ndarray[Any, Any]
 
 _FEW = 256  # closures
 _MOST_OWN = 4096  # tokens of no closure that are remembered
+_MOST_FREED = 4096  # variables that were freed and are remembered
 
 
 class Outcome(Enum):
@@ -105,6 +106,7 @@ class Store:
         self.own: dict[int, int] = {}  # the same as `applied`, for updates of no closure
         self.staged: dict[Token, tuple[Sequence[Update], bytes]] = {}
         self.fences: dict[int, set[int]] = {}  # closure -> attempts that are refused
+        self.freed: dict[int, None] = {}  # variables that were freed; a late message holds none of them
         self.settled = 0  # closures with smaller numbers are done
         self._cleaned = 0  # and those with smaller ones than this are forgotten
         self.counts = {"pulls": 0, "commits": 0, "updates": 0, "duplicates": 0, "refused": 0}
@@ -113,14 +115,7 @@ class Store:
 
     def create(self, definition: VariableDefinition, value: Array) -> bool:
         """Hold a variable; returns whether it is new. The value belongs to the store from now on."""
-        known = self.variables.get(definition.id)
-        if known is not None:
-            if (known.definition.shape, known.definition.dtype) != (definition.shape, definition.dtype):
-                raise InvalidArgumentError(
-                    "The server holds another variable with this id, of shape "
-                    f"{list(known.definition.shape)} and dtype {known.definition.dtype}. "
-                    f"Received: {shown(definition)}"
-                )
+        if definition.id in self.freed or self.find(definition):
             return False
         dtype = has_dtype(definition)
         if value.shape != definition.shape or value.dtype != dtype:
@@ -131,6 +126,44 @@ class Store:
             )
         self.variables[definition.id] = Held(definition, value, self._next_version())
         return True
+
+    def find(self, definition: VariableDefinition) -> bool:
+        """Whether a variable is held."""
+        known = self.variables.get(definition.id)
+        if known is None:
+            return False
+        if (known.definition.shape, known.definition.dtype) != (definition.shape, definition.dtype):
+            raise InvalidArgumentError(
+                "The server holds another variable with this id, of shape "
+                f"{list(known.definition.shape)} and dtype {known.definition.dtype}. "
+                f"Received: {shown(definition)}"
+            )
+        return True
+
+    def free(self, variables: Sequence[int], optimizers: Sequence[int] = ()) -> Outcome:
+        """Hold variables no more, and forget optimizers.
+
+        No task uses them. What an attempt has staged that will be dropped may still refer to them.
+        """
+        known = [v for v in variables if v not in self.freed]
+        if not known and not any(o in self.optimizers for o in optimizers):
+            return Outcome.REPEATED
+        for variable in known:
+            self.variables.pop(variable, None)
+            self.freed[variable] = None
+        while len(self.freed) > _MOST_FREED:
+            del self.freed[next(iter(self.freed))]
+        for optimizer in optimizers:
+            self.optimizers.pop(optimizer, None)
+            for held in self.variables.values():
+                held.slots.pop(optimizer, None)
+        for token, (updates, value) in self.staged.items():
+            self.staged[token] = [u for u in updates if self._is_possible(u)], value
+        return Outcome.DONE
+
+    def _is_possible(self, update: Update) -> bool:
+        is_known = update.method != APPLY or update.optimizer in self.optimizers
+        return is_known and update.variable.id in self.variables
 
     def define_optimizer(self, definition: OptimizerDefinition) -> bool:
         """Know an optimizer; returns whether it is new."""
@@ -144,8 +177,9 @@ class Store:
         found = self.variables.get(variable)
         if found is None:
             raise NotFoundError(
-                "The server does not hold this variable: it was not created, or belongs to another "
-                f"run. Received: the variable with the id {variable}"
+                "The server does not hold this variable: it was not created, was freed because the "
+                "coordinator's program does not refer to it any more, or belongs to another run. "
+                f"Received: the variable with the id {variable}"
             )
         return found
 

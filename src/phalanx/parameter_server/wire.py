@@ -55,6 +55,8 @@ class Kind(IntEnum):
     END = 15
     PREVIEW = 16
     LANE = 17
+    FREE = 18
+    FIND = 19
 
 
 _ERROR = 255  # in place of an outcome
@@ -118,13 +120,22 @@ def create(definition: VariableDefinition, value: Array) -> list[Any]:
 
 def read_create(buffers: Buffers) -> tuple[VariableDefinition, Array]:
     """The variable, and its value."""
+    definition = read_find(buffers)
+    if len(buffers) < 2:
+        raise ProtocolError("A peer described a variable without its value.")
+    return definition, array_of(buffers[1], np.dtype(definition.dtype), definition.shape)
+
+
+def read_find(buffers: Buffers) -> VariableDefinition:
+    """The variable."""
     fields = fields_in(buffers)
     try:
         fields["shape"] = tuple(int(n) for n in fields["shape"])
         definition = VariableDefinition(**fields)
-        return definition, array_of(buffers[1], np.dtype(definition.dtype), definition.shape)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        np.dtype(definition.dtype)
+    except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"A peer described a variable wrongly: {error}") from None
+    return definition
 
 
 def optimizer(definition: OptimizerDefinition) -> list[Any]:
@@ -138,6 +149,26 @@ def read_optimizer(buffers: Buffers) -> OptimizerDefinition:
         return OptimizerDefinition(int(fields_in(buffers)["id"]), bytes(buffers[1]))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ProtocolError(f"A peer described an optimizer wrongly: {error}") from None
+
+
+def find(definition: VariableDefinition) -> list[Any]:
+    """Say whether a variable is held; refused if it is not."""
+    return with_fields(Kind.FIND, vars(definition))
+
+
+def free(variables: Sequence[int], optimizers: Sequence[int]) -> list[Any]:
+    """Hold variables no more, and forget optimizers."""
+    return with_fields(Kind.FREE, {"variables": list(variables), "optimizers": list(optimizers)})
+
+
+def read_free(buffers: Buffers) -> tuple[list[int], list[int]]:
+    """The variables, and the optimizers."""
+    fields = fields_in(buffers)
+    try:
+        variables, optimizers = ([int(n) for n in fields[k]] for k in ("variables", "optimizers"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"A peer freed variables wrongly: {error}") from None
+    return variables, optimizers
 
 
 # -- reading -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -35,8 +36,13 @@ class StaysHere:
 
 
 class OnePerProcess:
-    """Pickled, it is a reference: each process that unpickles it makes it once."""
+    """Pickled, it is a reference: each process that unpickles it makes it once.
 
+    Attributes:
+        is_owner: whether something elsewhere ends with the object, so that it must outlast references.
+    """
+
+    is_owner = False
     _shared_key = ""
 
     def recipe(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -56,7 +62,37 @@ class OnePerProcess:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         make, args = self.recipe()
+        if self.is_owner and _thread.noted is not None:
+            _thread.noted.append(self)
         return _here, (self.shared_key, make, args)
+
+
+class _Thread(threading.local):
+    noted: list[Any] | None = None
+
+
+_thread = _Thread()
+
+
+class noting:  # noqa: N801 - reads as a statement
+    """Note the owners that are pickled in a ``with`` block.
+
+    The bytes refer to them, so those who keep the bytes keep the objects too.
+
+    Args:
+        owners: where to note them.
+    """
+
+    __slots__ = ("_before", "_owners")
+
+    def __init__(self, owners: list[Any]) -> None:
+        self._owners = owners
+
+    def __enter__(self) -> None:
+        self._before, _thread.noted = _thread.noted, self._owners
+
+    def __exit__(self, *error: object) -> None:
+        _thread.noted = self._before
 
 
 _shared: weakref.WeakValueDictionary[str, OnePerProcess] = weakref.WeakValueDictionary()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,8 @@ from phalanx.core.variable_spec import InitialValue, VariableSpec
 from phalanx.core.variables import Variable
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.parameter_server.client import ServerConnections
-from phalanx.parameter_server.closure import current_closure, servers_in_turn, use_when_needed
+from phalanx.parameter_server.closure import current_closure
+from phalanx.parameter_server.home import Freed, ServersHome
 from phalanx.parameter_server.options import ParameterServerOptions
 from phalanx.parameter_server.placement import (
     Placement,
@@ -36,8 +39,9 @@ from phalanx.parameter_server.placement import (
 )
 from phalanx.parameter_server.remote_variable import RemoteVariable
 from phalanx.parameter_server.requests import VariableDefinition
-from phalanx.parameter_server.session import Session
+from phalanx.parameter_server.session import Session, new_run
 from phalanx.parameter_server.sharded_variable import ShardedVariable, shard_sizes
+from phalanx.parameter_server.watch import ServerWatch
 from phalanx.runtime.devices import DeviceLike, default_devices, device_kind, resolve_devices
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.pickling import OnePerProcess
@@ -73,6 +77,8 @@ class ParameterServerStrategy(OnePerProcess, Strategy):
         <ParameterServerStrategy: 1 worker, 2 parameter servers>
     """
 
+    _extended_type: ClassVar[type[ParameterServerExtended]]
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -99,7 +105,7 @@ class ParameterServerStrategy(OnePerProcess, Strategy):
         self._options = options or ParameterServerOptions()
         self._compute_devices = None if compute_devices is None else tuple(map(str, compute_devices))
         super().__init__(
-            ParameterServerExtended(
+            self._extended_type(
                 self,
                 spec,
                 _devices(compute_devices),
@@ -107,7 +113,6 @@ class ParameterServerStrategy(OnePerProcess, Strategy):
                 placement,
             )
         )
-        use_when_needed(self.extended.connect)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -128,14 +133,22 @@ class ParameterServerStrategy(OnePerProcess, Strategy):
     def __repr__(self) -> str:
         workers, servers = self.extended.num_workers, self.extended.num_servers
         return (
-            f"<{type(self).__name__}: {workers} worker{'s' * (workers != 1)}, "
+            f"<ParameterServerStrategy: {workers} worker{'s' * (workers != 1)}, "
             f"{servers} parameter server{'s' * (servers != 1)}>"
         )
 
     def recipe(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What makes the strategy in another process that unpickles it."""
         spec = self._cluster_resolver.cluster_spec().as_dict()
-        return _remade, (type(self), spec, self._compute_devices, self._options)
+        return _remade, (type(self), spec, self._compute_devices, self._options, self.extended.home.run)
+
+    def close(self) -> None:
+        """End the run: the coordinator stops, and parameter servers free all variables.
+
+        Functions that have not run never will. Without it servers hold the variables until they are
+        stopped, or another program begins.
+        """
+        self.extended.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         return self  # there is one for all processes of the job
@@ -161,23 +174,62 @@ class ParameterServerExtended(ReplicatedExtended):
         self._servers = VariablePlacer(self.num_servers, placement)
         self._cluster = spec
         self._session: Session | None = None
-        self._connection: ServerConnections | None = None
+        self._begins = True
+        self._ids, self._optimizers = itertools.count(), itertools.count(1)
         self._first: weakref.ref[RemoteVariable] | None = None
+        self._alive: weakref.WeakValueDictionary[int, RemoteVariable] = weakref.WeakValueDictionary()
+        self._freeing: dict[int, weakref.finalize[Any, Any]] = {}
+        self.home = ServersHome(new_run(), self._reach)
+        """Where the variables are."""
+        self.watch: ServerWatch | None = None
+        """Looks after the servers, once they have been reached."""
+        self.when_closed: list[Callable[[], None]] = []
+        """Called before the run ends."""
 
     @property
     def session(self) -> Session:
         """What tasks need to know to take part in this run."""
         if self._session is None:
-            strategy = self._strategy
-            assert isinstance(strategy, ParameterServerStrategy)
-            self._session = Session.of(self._cluster, strategy.options)
+            self._session = Session.of(self._cluster, self._options, self.home.run)
         return self._session
 
+    @property
+    def _options(self) -> ParameterServerOptions:
+        assert isinstance(self._strategy, ParameterServerStrategy)
+        return self._strategy.options
+
+    def go_on_from(self, runs: Sequence[str]) -> Session:
+        """The session, after a checkpoint of earlier runs was loaded."""
+        self._session = dataclasses.replace(self.session, earlier=tuple(runs))
+        return self._session
+
+    def _reach(self) -> ServerConnections:
+        servers = self.session.connect(begin=self._begins)
+        self.watch = ServerWatch(self.session, partial(_tend, weakref.ref(self.home))).start()
+        return servers
+
     def connect(self) -> ServerConnections:
-        """The coordinator's connections to the servers, made when they are first needed."""
-        if self._connection is None:
-            self._connection = self.session.connect(begin=True)
-        return self._connection
+        """The connections of this process to the servers, made when they are first needed."""
+        servers = self.home.servers()
+        assert isinstance(servers, ServerConnections)
+        return servers
+
+    def take_part(self, run: str) -> None:
+        """Let this process take part in a run that another one has begun."""
+        self.home.run, self._begins, self._session = run, False, None
+
+    def check_coordinates(self) -> None:
+        """Require that a coordinator may run here."""
+
+    def close(self) -> None:
+        """End the run."""
+        for call in list(self.when_closed):
+            call()
+        gone: list[int] = []
+        if self.watch is not None:
+            gone = self.watch.missing
+            self.watch.close()
+        self.home.close(gone)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -231,13 +283,42 @@ class ParameterServerExtended(ReplicatedExtended):
     def _create_on_server(self, spec: VariableSpec, value: Any, near: int | None) -> RemoteVariable:
         host = np.asarray(value)
         server = self._servers.choose(spec.name, host.shape, host.dtype, near)
-        definition = VariableDefinition(next(_ids), spec.name, host.shape, str(host.dtype), server)
-        with servers_in_turn() as servers:
-            servers.create(definition, host)
+        definition = VariableDefinition(next(self._ids), spec.name, host.shape, str(host.dtype), server)
+        self._create(definition, host)
         variable = RemoteVariable(definition, spec, self._strategy)
         if self._first is None:
             self._first = weakref.ref(variable)
+        self.free_with(variable)
         return variable
+
+    def _create(self, definition: VariableDefinition, value: Any) -> None:
+        with self.home.in_turn() as servers:
+            servers.create(definition, value)
+
+    def free_with(self, variable: RemoteVariable, optimizer: int = 0) -> None:
+        """Let servers free a variable, and an optimizer, when no code refers to the variable."""
+        number = variable.definition.id
+        if number in self._freeing:
+            self._freeing[number].detach()
+        freed = Freed(variable.definition, optimizer)
+        finalizer = weakref.finalize(variable, self._free, freed)
+        finalizer.atexit = False
+        self._freeing[number], self._alive[number] = finalizer, variable
+
+    def _free(self, freed: Freed) -> None:
+        """No code refers to a variable any more. The garbage collector calls it, so it never waits."""
+        self._freeing.pop(freed.variable.id, None)
+        self._servers.release(freed.variable.server, freed.variable.nbytes)
+        self.home.free(freed)
+
+    @property
+    def variables(self) -> list[RemoteVariable]:
+        """The variables that are still there."""
+        return list(self._alive.values())
+
+    def next_optimizer(self) -> int:
+        """The id of the next optimizer."""
+        return next(self._optimizers)
 
     @property
     def first_variable(self) -> RemoteVariable | None:
@@ -257,6 +338,9 @@ class ParameterServerExtended(ReplicatedExtended):
         if dataset_fn is None:
             return super()._distribute_dataset(dataset, options)
         return super()._distribute_datasets_from_function(dataset_fn, options)
+
+
+ParameterServerStrategy._extended_type = ParameterServerExtended
 
 
 class WorkersDataset:
@@ -288,7 +372,12 @@ class WorkersDataset:
         return iter(self.on_worker())
 
 
-_ids = itertools.count()
+def _tend(home: weakref.ref[ServersHome]) -> bool:
+    """Let servers free variables; whether the home is still there."""
+    found = home()
+    if found is not None:
+        found.tend()
+    return found is not None
 
 
 def _remade(
@@ -296,9 +385,12 @@ def _remade(
     spec: Any,
     compute_devices: tuple[str, ...] | None,
     options: ParameterServerOptions,
+    run: str,
 ) -> ParameterServerStrategy:
     resolver = SimpleClusterResolver(ClusterSpec(spec))
-    return kind(resolver, compute_devices=compute_devices, options=options)
+    strategy = kind(resolver, compute_devices=compute_devices, options=options)
+    strategy.extended.take_part(run)
+    return strategy
 
 
 def _checked_cluster(resolver: ClusterResolver) -> ClusterSpec:

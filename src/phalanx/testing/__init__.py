@@ -1,5 +1,6 @@
 """`px.testing`: what tests of distributed code need."""
 
+from phalanx.testing import faults
 from phalanx.testing.devices import logical_devices
 from phalanx.testing.equivalence import assert_equivalent
 from phalanx.testing.multi_process import MultiProcess
@@ -15,6 +16,7 @@ __all__ = [
     "assert_communication",
     "assert_equivalent",
     "communication",
+    "faults",
     "logical_devices",
 ]
 

@@ -6,7 +6,6 @@ workers push whenever they are ready. So a transformation must treat each variab
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +21,8 @@ from phalanx.core.options import VariableAggregation
 from phalanx.core.values import Mirrored, PerReplica
 from phalanx.core.variables import Variable
 from phalanx.errors import ContextError, InvalidValueError
-from phalanx.parameter_server.closure import current_closure, servers_in_turn
+from phalanx.parameter_server.closure import current_closure
+from phalanx.parameter_server.remote_variable import RemoteVariable
 from phalanx.parameter_server.requests import OptimizerDefinition
 from phalanx.parameter_server.sharded_variable import ShardedVariable
 from phalanx.runtime import compat, program_parts
@@ -31,7 +31,6 @@ from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["ServerUpdates", "couples_rows", "couples_variables"]
 
-_ids = itertools.count(1)
 _ACROSS = ("reduce_", "arg", "cum", "sort", "dot_general", "conv", "top_k", "fft")
 
 
@@ -61,12 +60,13 @@ class ServerUpdates:
             )
         self.strategy = strategy
         self._couples_rows = couples_rows(transform)
-        self._id = next(_ids)
+        extended = strategy.extended
+        self._id = extended.next_optimizer()
         definition = OptimizerDefinition(self._id, cloudpickle.dumps(transform))
-        with servers_in_turn() as servers:
+        with extended.home.in_turn() as servers:
             servers.define_optimizer(definition)
         # Where a variable is anyway: a step that changes variables of one server concerns no other.
-        near = strategy.extended.first_variable
+        near = extended.first_variable
         place = nullcontext() if near is None else ctx.colocation(near)
         with ctx.push(ctx.Mode(strategy)), place:
             self.iterations = Variable(
@@ -75,6 +75,8 @@ class ServerUpdates:
                 name="iterations",
                 aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
             )
+        assert isinstance(self.iterations, RemoteVariable)
+        extended.free_with(self.iterations, self._id)
 
     def apply(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Push gradients, which have been combined over replicas."""

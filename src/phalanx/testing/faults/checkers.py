@@ -10,29 +10,29 @@ from dataclasses import dataclass, field
 
 from phalanx.testing.faults.history import (
     ClosureEnded,
-    Final,
+    ClosureRaised,
+    ClosureSubmitted,
     Happened,
     History,
     Named,
-    Raised,
-    Submitted,
-    View,
+    ServersAtEnd,
+    ServersRead,
 )
 
 __all__ = [
+    "closure_violations",
     "effects_once",
     "errors_once",
     "failures_named",
     "nothing_lost",
     "reads_advance",
     "staleness_held",
-    "violations",
 ]
 
 _SILENT = ("kill", "freeze", "isolate")  # faults in which a task is missing
 
 
-def violations(history: History, *, max_staleness: int | None = None) -> list[str]:
+def closure_violations(history: History, *, max_staleness: int | None = None) -> list[str]:
     """Everything that is wrong with a history."""
     return [
         *effects_once(history),
@@ -55,7 +55,7 @@ def effects_once(history: History) -> Iterator[str]:
         ended = outcomes.get(event.closure)
         counts = 0 if ended is not None and ended.outcome != "done" else 1
         expected.update(((server, event.closure), counts) for server in event.servers)
-    finals = list(history.all(Final))
+    finals = list(history.all(ServersAtEnd))
     if len(finals) != 1:
         yield f"the run did not come to its end: there are {len(finals)} of it"
     for final in finals:
@@ -68,7 +68,7 @@ def effects_once(history: History) -> Iterator[str]:
 
 def nothing_lost(history: History) -> Iterator[str]:
     """What was known to be done when a read began is seen by it; so is what a closure needs."""
-    submitted = {event.closure: event for event in history.all(Submitted)}
+    submitted = {event.closure: event for event in history.all(ClosureSubmitted)}
     for view, known in _with_known(history):
         for server, seen in enumerate(view.seen):
             if not known.done[server] <= seen:
@@ -83,7 +83,7 @@ def nothing_lost(history: History) -> Iterator[str]:
 
 def reads_advance(history: History) -> Iterator[str]:
     """A read sees all that an earlier one saw: one of the same reader, or one that was over before."""
-    by_reader: dict[tuple[int, str], list[View]] = {}
+    by_reader: dict[tuple[int, str], list[ServersRead]] = {}
     for view in history.views:
         by_reader.setdefault((view.run, view.reader), []).append(view)
     for views in by_reader.values():
@@ -107,9 +107,9 @@ class _Known:
     seen: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
-def _with_known(history: History) -> Iterator[tuple[View, _Known]]:
+def _with_known(history: History) -> Iterator[tuple[ServersRead, _Known]]:
     """Each read, and what was known in its run before it began."""
-    servers = {event.closure: event.servers for event in history.all(Submitted)}
+    servers = {event.closure: event.servers for event in history.all(ClosureSubmitted)}
     done = sorted((e for e in history.all(ClosureEnded) if e.outcome == "done"), key=lambda e: -e.at)
     known: dict[int, _Known] = defaultdict(_Known)
     for view in sorted(history.views, key=lambda v: v.begun):
@@ -127,7 +127,7 @@ def staleness_held(history: History, bound: int | None) -> Iterator[str]:
     if bound is None:
         return
     servers = {closure: event.servers for closure, event in history.submitted.items()}
-    for final in history.all(Final):
+    for final in history.all(ServersAtEnd):
         totals = [sum(1 for count in effects if count) for effects in final.effects]
         for closure, ended in history.outcomes.items():
             if ended.outcome != "done" or ended.view is None:
@@ -141,7 +141,7 @@ def staleness_held(history: History, bound: int | None) -> Iterator[str]:
 
 def errors_once(history: History) -> Iterator[str]:
     """Errors that are raised are those of closures that failed, each at most once, and one at least."""
-    raised = [(event.run, event.closure) for event in history.all(Raised)]
+    raised = [(event.run, event.closure) for event in history.all(ClosureRaised)]
     failed = {(e.run, e.closure) for e in history.all(ClosureEnded) if e.outcome == "failed"}
     for key in sorted(set(raised)):
         if raised.count(key) > 1:
@@ -160,7 +160,7 @@ def failures_named(history: History, seconds: float = 5.0, slack: float = 1.0) -
         seconds: within which a task must be named.
         slack: seconds that the machine may be busy with other things.
     """
-    end = max((final.at for final in history.all(Final)), default=math.inf)
+    end = max((final.at for final in history.all(ServersAtEnd)), default=math.inf)
     for fault in history.all(Happened):
         latest = fault.begun + seconds + slack
         if fault.kind not in _SILENT or min(end, fault.ended) < latest:
@@ -170,5 +170,5 @@ def failures_named(history: History, seconds: float = 5.0, slack: float = 1.0) -
             yield f"{fault.task} was missing for {fault.ended - fault.begun:.1f} s and was not named"
 
 
-def _name(view: View) -> str:
+def _name(view: ServersRead) -> str:
     return f"read {view.order} of {view.reader}"

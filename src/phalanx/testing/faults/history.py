@@ -11,20 +11,20 @@ from typing import TypeVar
 
 __all__ = [
     "ClosureEnded",
+    "ClosureRaised",
+    "ClosureSubmitted",
+    "CoordinatorRestarted",
     "Event",
-    "Final",
     "Happened",
     "History",
     "Named",
-    "Raised",
-    "Restarted",
-    "Submitted",
-    "View",
+    "ServersAtEnd",
+    "ServersRead",
 ]
 
 
 @dataclass(frozen=True)
-class View:
+class ServersRead:
     """What one read of the servers has seen.
 
     Args:
@@ -43,7 +43,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Submitted:
+class ClosureSubmitted:
     """A closure was scheduled.
 
     Args:
@@ -75,11 +75,11 @@ class ClosureEnded:
     closure: int
     at: float
     outcome: str
-    view: View | None = None
+    view: ServersRead | None = None
 
 
 @dataclass(frozen=True)
-class Restarted:
+class CoordinatorRestarted:
     """The coordinator began again with what was at a checkpoint.
 
     Args:
@@ -92,7 +92,7 @@ class Restarted:
 
 
 @dataclass(frozen=True)
-class Raised:
+class ClosureRaised:
     """The coordinator raised the error of a closure.
 
     Args:
@@ -135,7 +135,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Final:
+class ServersAtEnd:
     """What servers hold when all is over.
 
     Args:
@@ -149,10 +149,29 @@ class Final:
     later: tuple[tuple[int, ...], ...]
 
 
-Event = View | Submitted | ClosureEnded | Restarted | Raised | Happened | Named | Final
-AnEvent = TypeVar("AnEvent", View, Submitted, ClosureEnded, Restarted, Raised, Happened, Named, Final)
+Event = (
+    ServersRead
+    | ClosureSubmitted
+    | ClosureEnded
+    | CoordinatorRestarted
+    | ClosureRaised
+    | Happened
+    | Named
+    | ServersAtEnd
+)
+AnEvent = TypeVar(
+    "AnEvent",
+    ServersRead,
+    ClosureSubmitted,
+    ClosureEnded,
+    CoordinatorRestarted,
+    ClosureRaised,
+    Happened,
+    Named,
+    ServersAtEnd,
+)
 
-AClosure = TypeVar("AClosure", Submitted, ClosureEnded)
+AClosure = TypeVar("AClosure", ClosureSubmitted, ClosureEnded)
 
 
 @dataclass
@@ -170,9 +189,9 @@ class History:
         return (event for event in self.events if isinstance(event, kind))
 
     @property
-    def submitted(self) -> dict[int, Submitted]:
+    def submitted(self) -> dict[int, ClosureSubmitted]:
         """The closures that count: not those that a restart has forgotten."""
-        return self._latest(Submitted)
+        return self._latest(ClosureSubmitted)
 
     @property
     def outcomes(self) -> dict[int, ClosureEnded]:
@@ -184,12 +203,12 @@ class History:
         for event in self.events:
             if isinstance(event, kind):
                 found[event.closure] = event
-            elif isinstance(event, Restarted):
+            elif isinstance(event, CoordinatorRestarted):
                 found = {closure: e for closure, e in found.items() if closure < event.since}
         return found
 
     @property
-    def views(self) -> list[View]:
+    def views(self) -> list[ServersRead]:
         """All reads, also those of closures."""
-        views = list(self.all(View))
+        views = list(self.all(ServersRead))
         return views + [event.view for event in self.all(ClosureEnded) if event.view is not None]

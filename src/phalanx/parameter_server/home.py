@@ -1,0 +1,173 @@
+"""Where the variables of a strategy are: its parameter servers, as this process reaches them.
+
+Each strategy has servers of its own, so a program may use several. In a closure the servers are those
+of the worker that runs it. Outside of closures, as in the program of the coordinator, each step is a
+commit of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.core.elsewhere import Pending, Rows
+from phalanx.errors import AbortedError, ContextError
+from phalanx.parameter_server.closure import current_closure, updates_of
+from phalanx.parameter_server.requests import Read, Servers, Update, VariableDefinition, own_token
+
+__all__ = ["Freed", "ServersHome"]
+
+
+class Freed(NamedTuple):
+    """What no code refers to any more.
+
+    Args:
+        variable: the variable.
+        optimizer: the id of the optimizer that goes with it; 0 if there is none.
+    """
+
+    variable: VariableDefinition
+    optimizer: int = 0
+
+
+class ServersHome:
+    """The parameter servers of a strategy.
+
+    Args:
+        run: names the run that the servers serve. Closures of other runs do not find the variables.
+        connect: reaches the servers; called once, when they are first needed.
+    """
+
+    def __init__(self, run: str, connect: Callable[[], Servers]) -> None:
+        self.run = run
+        self._connect = connect
+        self._servers: Servers | None = None
+        self._turn = threading.RLock()  # `Servers` are for one thread at a time
+        self._is_closed = False
+        self._freed: deque[Freed] = deque()
+        self.when_freed: list[Callable[[int], None]] = []
+        """Called with the id of each variable that servers do not hold any more."""
+
+    def use(self, servers: Servers) -> None:
+        """Use servers that were reached in another way."""
+        self._servers = servers
+        (self.run,) = servers.runs
+
+    def servers(self) -> Servers:
+        """The servers. Other threads may use them too: see `in_turn`."""
+        with self._turn:
+            if self._is_closed:
+                raise ContextError(
+                    "The strategy has been closed, so parameter servers do not hold its variables any "
+                    "more. Make another strategy."
+                )
+            if self._servers is None:
+                self._servers = self._connect()
+                weakref.finalize(self, self._servers.close).atexit = False
+            return self._servers
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[Servers]:
+        """The servers, while no other thread of this process talks to them."""
+        running = current_closure()
+        if running is not None:  # whose servers are those of its thread
+            yield running.servers
+            return
+        with self._turn:
+            servers = self.servers()
+            if self._freed:
+                self._let_go(servers)
+            yield servers
+
+    def close(self, without: Collection[int] = ()) -> None:
+        """End the run: servers forget its variables, but for those that are known to be gone."""
+        with self._turn:
+            if self._is_closed:
+                return
+            servers, self._servers = self._servers, None
+            self._is_closed = True
+            self._freed.clear()
+            if servers is not None:
+                try:
+                    servers.end(without)
+                finally:
+                    servers.close()
+
+    # -- variables ---------------------------------------------------------------------------------
+
+    def pending(self, variable: Any) -> Pending:
+        """What the closure around this code has done to a variable; outside of closures, nothing."""
+        running = current_closure()
+        return Pending(variable) if running is None else running.pending(variable)
+
+    def commit(self, changed: Mapping[Any, Pending]) -> None:
+        """Record it in the closure around this code; outside of closures, push it."""
+        running = current_closure()
+        if running is not None:
+            running.commit(changed)
+            return
+        updates = updates_of(changed)
+        if updates:
+            self._push_alone(updates)
+
+    def pull(self, reads: Sequence[Rows]) -> list[np.ndarray[Any, Any]]:
+        """Read variables, or rows of them, in one round trip."""
+        wanted: list[Read] = []
+        parts = [table.row_reads(indices, wanted) for table, indices in reads]
+        pulled: list[Any] = []
+        running = current_closure()
+        if running is not None:
+            pulled = running.servers.pull(wanted) if wanted else []
+        elif wanted:
+            with self.in_turn() as servers:
+                pulled = servers.pull(wanted)
+        return [join(pulled) for join in parts]
+
+    def preview(self, pending: Pending) -> np.ndarray[Any, Any]:
+        """What a variable would hold after changes, which are not made."""
+        updates = updates_of({pending.variable: pending})
+        with self.in_turn() as servers:
+            return servers.preview(updates)[0]
+
+    def _push_alone(self, updates: Sequence[Update]) -> None:
+        """Make updates that belong to no closure."""
+        with self.in_turn() as servers:
+            commit = servers.push(own_token(), updates)
+        if not commit.applied:
+            raise AbortedError(
+                "The parameter servers have refused an update, because its number was used before. "
+                f"Received: updates of {sorted({u.variable.name for u in updates})}"
+            )
+
+    # -- freeing -----------------------------------------------------------------------------------
+
+    def free(self, freed: Freed) -> None:
+        """Let servers free a variable, soon.
+
+        The garbage collector calls it, in any thread and at any moment, so it only makes a note.
+        """
+        self._freed.append(freed)
+
+    def tend(self) -> None:
+        """Let servers free what was noted, unless another thread talks to them: that will do it."""
+        if self._freed and self._turn.acquire(blocking=False):
+            try:
+                if self._servers is not None:
+                    self._let_go(self._servers)
+            finally:
+                self._turn.release()
+
+    def _let_go(self, servers: Servers) -> None:
+        freed: list[Freed] = []
+        while self._freed:
+            freed.append(self._freed.popleft())
+        servers.free([f.variable for f in freed], [f.optimizer for f in freed if f.optimizer])
+        for variable, _ in freed:
+            for tell in self.when_freed:
+                tell(variable.id)
