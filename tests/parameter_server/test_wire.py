@@ -61,7 +61,10 @@ def test_inquiries_arrive_as_they_were(found: list[tuple[Token, Trace, bytes]]) 
 
 def test_reads_arrive_as_they_were() -> None:
     rows = np.array([2, 0])
-    wanted = wire.read_pull(sent(wire.pull([(Read(TABLE), 9), (Read(TABLE, rows), 0)])))
+    reads = [(Read(TABLE), 9), (Read(TABLE, rows), 0)]
+    staged = [Token(3, 1), Token(-7)]
+    wanted, after = wire.read_pull(sent(wire.pull(reads, staged)))
+    assert after == staged
     assert wanted[0] == (5, 9, None)
     np.testing.assert_array_equal(wanted[1].rows, [2, 0])
     assert wire.read_pulled(sent(wire.pulled([(4, None), (5, b"x")]))) == [(4, None), (5, b"x")]

@@ -64,11 +64,14 @@ def _optimizer(store: Store, buffers: Buffers) -> Answer:
 
 def _pull(store: Store, buffers: Buffers) -> Answer:
     values: list[tuple[int, Any | None]] = []
-    for variable, known, rows in wire.read_pull(buffers):
+    wanted, after = wire.read_pull(buffers)
+    changes = store.staged_by(after) if after else {}
+    for variable, known, rows in wanted:
         held = store.held(variable)
-        if rows is not None:
-            version, found = store.rows(variable, rows)
-            values.append((version, wire.bytes_of(found)))
+        if variable in changes:
+            values.append((0, wire.bytes_of(store.after(changes[variable], variable, rows))))
+        elif rows is not None:
+            values.append((held.version, wire.bytes_of(store.rows(variable, rows))))
         elif known == held.version:
             values.append((known, None))
         else:

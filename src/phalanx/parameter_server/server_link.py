@@ -31,6 +31,7 @@ _log = logging.getLogger("phalanx")
 
 _TRY = 4.5  # seconds for one try to reach a server, after which it is named
 _LARGE = 64 << 10  # bytes of a request that are worth a lane
+_MOST_HELD = 32  # requests of one message
 _PAUSE = 0.05  # seconds between tries to reach a server that is gone
 _LARGEST_NUMBER = 0xFFFFFFFF
 
@@ -76,6 +77,8 @@ class ServerLink:
         self._number = 0
         self.pending: deque[Request] = deque()
         """Requests without an answer."""
+        self._held: list[list[Any]] = []  # the last of them, which have not been sent
+        self._counts: deque[int] = deque()  # how many of them each message has that was sent
         self.bytes_in = self.bytes_out = 0
 
     def connect(self) -> None:
@@ -93,26 +96,25 @@ class ServerLink:
             size += len(buffer)
         if size >= _LARGE:
             buffers = self._laned(request)
+            hold = False  # the server may begin
         self.pending.append(request)
-        stream = self._stream
-        if stream is None:
+        if self._stream is None:
             self._reach()
             return
-        try:
-            stream.send(buffers, self._next_number(), self._timeout, hold=hold)
-        except DeadlineExceededError as error:
-            self._lose()
-            raise self._silent() from error
-        except OSError:
-            self._lose()
-            self._reach()
+        self._held.append(buffers)
+        if not hold or len(self._held) >= _MOST_HELD:
+            self.flush()
 
     def flush(self) -> None:
-        """Send what is held."""
-        if self._stream is None:
+        """Send what is held, as one message."""
+        held, stream = self._held, self._stream
+        if not held or stream is None:
             return
+        self._held = []
+        self._counts.append(len(held))
         try:
-            self._stream.flush(self._timeout)
+            buffers = held[0] if len(held) == 1 else wire.several(held)
+            stream.send(buffers, self._next_number(), self._timeout)
         except DeadlineExceededError as error:
             self._lose()
             raise self._silent() from error
@@ -162,10 +164,21 @@ class ServerLink:
     # -- inside ----------------------------------------------------------------------------------
 
     def _take(self, message: Message) -> None:
-        request = self.pending.popleft()
-        if request.mark and self._lane is not None:
-            self._lane.release(request.mark)
-        request.then(message.buffers)
+        """Give the answers of a message to those who have asked."""
+        count = self._counts.popleft()
+        answers = [message.buffers] if count == 1 else wire.read_several(message.buffers)
+        requests = [self.pending.popleft() for _ in answers]
+        for request in requests:
+            if request.mark and self._lane is not None:
+                self._lane.release(request.mark)
+        failure: Exception | None = None
+        for request, answer in zip(requests, answers, strict=True):
+            try:
+                request.then(answer)
+            except Exception as error:  # noqa: BLE001 - the others must hear of theirs
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _laned(self, request: Request) -> list[Any]:
         """What to send of a large request: where its arrays are, if the server can look there."""
@@ -215,6 +228,7 @@ class ServerLink:
         stream, self._stream = self._stream, None
         self._lane = None  # as many as there are connections
         self._may_have_lane = True
+        self._held = []
         for request in self.pending:
             request.mark = 0
         if stream is not None:
@@ -231,6 +245,7 @@ class ServerLink:
                 stream = self._greet(min(left, _TRY))
                 for request in self.pending:
                     stream.send(request.buffers, self._next_number(), left)
+                self._counts = deque([1] * len(self.pending))
             except _Refusal as refusal:
                 raise refusal.error from None
             except (UnauthenticatedError, ProtocolError):

@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,21 @@ class ParameterService:
         buffers, number = message.buffers, message.number
         if not buffers:
             raise ProtocolError("A peer sent a message without a request.")
+        if buffers[0] and buffers[0][0] == Kind.SEVERAL:
+            done = [self._do(session, request) for request in wire.read_several(buffers)]
+            answer = wire.several([part for part, _ in done])
+            must_sync = any(sync for _, sync in done)
+        else:
+            answer, must_sync = self._do(session, buffers)
+        if must_sync:
+            if not self._late:
+                self._loop.call_soon(self._sync)
+            self._late.append((session.connection, answer, number))
+        else:
+            self._answer(session.connection, answer, number)
+
+    def _do(self, session: _Session, buffers: Sequence[Any]) -> tuple[list[Any], bool]:
+        """Do what a request asks for; returns the answer, and whether it must wait for the disk."""
         if buffers[0] and buffers[0][0] == LANED:
             buffers = restored(buffers, session.lane)
             if wire.kind_of(buffers) not in _READ_IN_PLACE:
@@ -137,13 +153,12 @@ class ParameterService:
         self._counts["bytes_in"] += sum(map(len, buffers))
         if kind in _ADMINISTRATION:
             try:
-                answer = getattr(self, _ADMINISTRATION[kind])(session, buffers)
+                answer: list[Any] = getattr(self, _ADMINISTRATION[kind])(session, buffers)
             except ProtocolError:
                 raise
             except PhalanxError as error:
                 answer = wire.failed(error)
-            self._answer(session.connection, answer, number)
-            return
+            return answer, False
         if run is None or run is not self._run:
             raise ProtocolError("A peer takes part in no run of this server.")
         answer, has_changed = perform(run.store, buffers)
@@ -154,12 +169,8 @@ class ParameterService:
             except PhalanxError:
                 self._end_run()  # the store is ahead of its log: begin again from the log
                 raise
-            if keeper.durability.sync:
-                if not self._late:
-                    self._loop.call_soon(self._sync)
-                self._late.append((session.connection, answer, number))
-                return
-        self._answer(session.connection, answer, number)
+            return answer, keeper.durability.sync
+        return answer, False
 
     def _copied(self, buffer: Any) -> Any:
         """What outlives the request must not stay where the peer writes the next one."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from phalanx.errors import InvalidArgumentError, NotFoundError
 from phalanx.parameter_server.buffers import BufferPool, is_shared
+from phalanx.parameter_server.previews import rows_after, value_after
 from phalanx.parameter_server.requests import OptimizerDefinition, Token, Update, VariableDefinition
 from phalanx.parameter_server.server_optimizer import ServerOptimizer, Slots
 from phalanx.parameter_server.updates import APPLY, apply_update, checked, has_dtype
@@ -30,6 +31,7 @@ Array = np.ndarray[Any, Any]
 
 _FEW = 256  # closures
 _MOST_OWN = 4096  # tokens of no closure that are remembered
+_NOTHING: tuple[Sequence[Update], bytes] = ((), b"")
 
 
 class Outcome(Enum):
@@ -149,8 +151,16 @@ class Store:
             )
         return found
 
-    def rows(self, variable: int, indices: Array) -> tuple[int, Array]:
-        """Some rows of a variable, copied, and the version of the variable."""
+    def rows(self, variable: int, indices: Array) -> Array:
+        """Some rows of a variable, copied."""
+        value = self._with_rows(variable, indices)
+        rows = self.pool.array((len(indices), *value.shape[1:]), value.dtype)
+        if len(indices):
+            np.take(value, indices, axis=0, out=rows, mode="clip")
+        return rows
+
+    def _with_rows(self, variable: int, indices: Array) -> Array:
+        """The value of a variable that has these rows."""
         held = self.held(variable)
         value = held.value
         count = len(value) if value.ndim else 0
@@ -159,10 +169,24 @@ class Store:
                 f"Variable {shown(held.definition.name)} has rows from 0 to {count - 1}. "
                 f"Received: {shown(indices)}"
             )
-        rows = self.pool.array((len(indices), *value.shape[1:]), value.dtype)
-        if len(indices):
-            np.take(value, indices, axis=0, out=rows, mode="clip")
-        return held.version, rows
+        return value
+
+    def staged_by(self, tokens: Sequence[Token]) -> dict[int, list[Update]]:
+        """What attempts have staged, for each variable. What counts by now is not among it."""
+        found: dict[int, list[Update]] = {}
+        for token in tokens:
+            for update in self.staged.get(token, _NOTHING)[0]:
+                found.setdefault(update.variable.id, []).append(update)
+        return found
+
+    def after(self, updates: Sequence[Update], variable: int, indices: Array | None) -> Array:
+        """What a variable, or some of its rows, would be after updates of it, which are not made."""
+        if any(update.method == APPLY for update in updates):
+            [value] = self.preview(updates)
+            return value if indices is None else value[indices]
+        if indices is None:
+            return value_after(self.held(variable).value, updates, self.pool)
+        return rows_after(self._with_rows(variable, indices), indices, updates)
 
     # -- commits -----------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ def apply_update(method: str, old: Array, out: Array, values: Array, indices: Ar
             return
         if out is not old:
             np.copyto(out, old)
-        indices, values = _existing(indices, values, len(out))
+        indices, values = existing(indices, values, len(out))
         if method == "scatter_update":
             out[indices] = values
         elif method == "scatter_div":
@@ -123,7 +123,8 @@ def existing_rows(indices: Array, count: int) -> tuple[Array, Array | None]:
     return indices[exist], exist
 
 
-def _existing(indices: Array, values: Array, count: int) -> tuple[Array, Array]:
+def existing(indices: Array, values: Array, count: int) -> tuple[Array, Array]:
+    """The indices and the values of rows that exist."""
     indices, exist = existing_rows(indices, count)
     return indices, values if exist is None else values[exist]
 

@@ -55,16 +55,19 @@ class Kind(IntEnum):
     END = 15
     PREVIEW = 16
     LANE = 17
+    SEVERAL = 18
 
 
 _ERROR = 255  # in place of an outcome
 
 _KIND = struct.Struct("<B")
+_PULL = struct.Struct("<BH")  # kind, how many attempts follow
 _WANTED = struct.Struct("<qQB")  # variable, the version that is known, whether rows are named
 _GIVEN = struct.Struct("<QB")  # version, whether the value follows
 _TOKEN = struct.Struct("<BqI")  # kind, closure, attempt
 _UPDATE = struct.Struct("<qBBBq")  # variable, method, whether there are indices, dimensions, optimizer
 _ATTEMPT = struct.Struct("<qI")
+_COUNT = struct.Struct("<H")
 _DECISION = struct.Struct("<qIB")
 _TRACE = struct.Struct("<BI")
 _NUMBER = struct.Struct("<Bq")
@@ -140,6 +143,30 @@ def read_optimizer(buffers: Buffers) -> OptimizerDefinition:
         raise ProtocolError(f"A peer described an optimizer wrongly: {error}") from None
 
 
+# -- several requests in one message, and their answers ------------------------------------------------
+
+
+def several(requests: Sequence[Buffers]) -> list[Any]:
+    """Requests, or answers, as one message: how many buffers each has, and all of these.
+
+    >>> read_several(several([[b"one"], [b"two", b"three"]]))
+    [[b'one'], [b'two', b'three']]
+    """
+    counts = struct.pack(f"<B{len(requests)}H", Kind.SEVERAL, *map(len, requests))
+    return [counts, *(buffer for request in requests for buffer in request)]
+
+
+def read_several(buffers: Buffers) -> list[list[Any]]:
+    """The requests, or answers, of a message."""
+    found, at = [], 1
+    for (count,) in _unpacked(_COUNT, buffers[0], 1):
+        found.append(list(buffers[at : at + count]))
+        at += count
+    if at != len(buffers) or not all(found):
+        raise ProtocolError("A peer sent several requests that do not fit their message.")
+    return found
+
+
 # -- reading -------------------------------------------------------------------------------------------
 
 
@@ -151,9 +178,9 @@ class Wanted(NamedTuple):
     rows: Array | None
 
 
-def pull(reads: Sequence[tuple[Read, int]]) -> list[Any]:
-    """Read variables, unless a known version is the newest."""
-    packed, rows = [b"\x04"], []
+def pull(reads: Sequence[tuple[Read, int]], after: Sequence[Token] = ()) -> list[Any]:
+    """Read variables, unless a known version is the newest, as they are after staged attempts."""
+    packed, rows = [_PULL.pack(Kind.PULL, len(after)), *(_ATTEMPT.pack(*t) for t in after)], []
     for (variable, indices), known in reads:
         packed.append(_WANTED.pack(variable.id, known, indices is not None))
         if indices is not None:
@@ -161,13 +188,19 @@ def pull(reads: Sequence[tuple[Read, int]]) -> list[Any]:
     return [b"".join(packed), *rows]
 
 
-def read_pull(buffers: Buffers) -> list[Wanted]:
-    """What is wanted."""
-    rows = iter(buffers[1:])
-    return [
+def read_pull(buffers: Buffers) -> tuple[list[Wanted], list[Token]]:
+    """What is wanted, and after which attempts."""
+    packed, rows = buffers[0], iter(buffers[1:])
+    try:
+        at = _PULL.size + _PULL.unpack_from(packed)[1] * _ATTEMPT.size
+    except struct.error as error:
+        raise ProtocolError(f"A peer sent what cannot be read: {error}") from None
+    after = [Token(*found) for found in _unpacked(_ATTEMPT, packed[:at], _PULL.size)]
+    wanted = [
         Wanted(variable, known, _indices(_next(rows)) if has_rows else None)
-        for variable, known, has_rows in _unpacked(_WANTED, buffers[0], 1)
+        for variable, known, has_rows in _unpacked(_WANTED, packed, at)
     ]
+    return wanted, after
 
 
 def pulled(values: Sequence[tuple[int, Any | None]]) -> list[Any]:
