@@ -39,7 +39,7 @@ def test_updates_arrive_as_they_were(
         update = Update(TABLE, method, np.full(shape, 2.0), None, 7)
     update = checked(update)
     buffers = sent(wire.push(Kind.STAGE, token, [update, update], value))
-    assert wire.kind_of(buffers) is Kind.STAGE
+    assert wire.kind_of(buffers) == Kind.STAGE
     found_token, updates, found_value = wire.read_push(buffers, {5: TABLE}.__getitem__)
     assert (found_token, found_value) == (token, value)
     for found in updates:

@@ -34,7 +34,7 @@ _MARK = b"plx2"
 _PREFIX = struct.Struct("!4sIII")
 _SIZE = 8  # bytes of the size of a buffer
 _LONGEST_NUMBER = 100  # digits; then it can still become a number with a fraction
-_SMALL = 4 << 10  # bytes of buffers that are taken together, if they are there
+_SMALL = 32 << 10  # bytes of buffers that need no memory of their own kind
 _STAGE = 64 << 10  # bytes that are read ahead of knowing where they belong
 _JOINED = 4 << 10  # bytes of buffers that are cheaper to copy than to send on their own
 _MOST_BUFFERS = 32  # of one call of the system
@@ -290,7 +290,7 @@ class Decoder:
         total = sum(sizes)
         if total > self._limits.buffers:
             raise ProtocolError(f"A peer announced buffers of {total} bytes, which is too long.")
-        if total <= _SMALL and total <= self._stop - self._start:
+        if total <= self._stop - self._start and max(sizes) < _SMALL:
             return self._taken(sizes)
         try:
             buffers = [self._allocate(size) for size in sizes]
@@ -302,7 +302,7 @@ class Decoder:
         return buffers
 
     def _taken(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Small buffers that are there already, copied."""
+        """Buffers that were read ahead, copied."""
         memory, start, buffers = self._memory, self._start, []
         for size in sizes:
             buffers.append(memoryview(memory[start : start + size]))

@@ -6,6 +6,7 @@ make a store again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx.errors import PhalanxError
@@ -27,10 +28,9 @@ class Answer(NamedTuple):
 
 def perform(store: Store, buffers: Buffers) -> Answer:
     """Do what is asked for. What makes no sense is answered with an error and changes nothing."""
-    kind = wire.kind_of(buffers)
-    command = _COMMANDS.get(kind)
+    command = _COMMANDS.get(wire.kind_of(buffers))
     if command is None:
-        raise ProtocolError(f"A store cannot do this: {kind.name}")
+        raise ProtocolError(f"A store cannot do this: {wire.kind_of(buffers)}")
     try:
         return command(store, buffers)
     except ProtocolError:
@@ -121,7 +121,7 @@ def _forget(store: Store, buffers: Buffers) -> Answer:
     return _done(store.forget(wire.read_number(buffers)))
 
 
-_COMMANDS = {
+_COMMANDS: dict[int, Callable[[Store, Buffers], Answer]] = {
     Kind.CREATE: _create,
     Kind.OPTIMIZER: _optimizer,
     Kind.PULL: _pull,

@@ -9,7 +9,7 @@ import numpy as np
 
 from phalanx.parameter_server.buffers import BufferPool
 from phalanx.parameter_server.requests import Update
-from phalanx.parameter_server.updates import apply_update, existing
+from phalanx.parameter_server.updates import apply_to_all, apply_update, existing
 
 __all__ = ["rows_after", "value_after"]
 
@@ -42,25 +42,37 @@ def rows_after(value: Array, indices: Array, updates: Sequence[Update]) -> Array
     changed = [existing(u.indices, u.values, len(value)) for u in updates if u.indices is not None]
     if len(changed) < len(updates):
         return value_after(value, updates, BufferPool())[indices]
-    places = _unique(np.concatenate([where for where, _ in changed]))
-    if not len(places):
-        return value[indices]
-    part = value[places]  # a small table in place of the large one
+    if len(updates) == 1:
+        [(where, values)] = changed
+        order = where.argsort()
+        places = where.take(order)
+        if len(places) and not (places[1:] == places[:-1]).any():  # each row is changed once
+            part = value.take(places, axis=0)
+            apply_to_all(updates[0].method, part, values.take(order, axis=0))
+            return _read(value, indices, places, part)
+    places = np.unique(np.concatenate([where for where, _ in changed]))
+    part = value.take(places, axis=0)  # a small table in place of the large one
     for update, (where, values) in zip(updates, changed, strict=True):
-        apply_update(update.method, part, part, values, np.searchsorted(places, where))
-    found = np.minimum(np.searchsorted(places, indices), len(places) - 1)
-    is_changed = places[found] == indices
+        apply_update(update.method, part, part, values, places.searchsorted(where))
+    return _read(value, indices, places, part)
+
+
+def _read(value: Array, indices: Array, places: Array, part: Array) -> Array:
+    """Rows of a value of which some have changed.
+
+    Args:
+        value: before.
+        indices: the rows to read.
+        places: the rows that have changed, in order.
+        part: what they are now.
+    """
+    if not len(places):
+        return value.take(indices, axis=0)
+    found = places.searchsorted(indices)
+    found[found == len(places)] = 0
+    is_changed = places.take(found) == indices
     if is_changed.all():
-        return part[found]
-    rows = value[indices]
-    rows[is_changed] = part[found[is_changed]]
+        return part.take(found, axis=0)
+    rows = value.take(indices, axis=0)
+    rows[is_changed] = part.take(found[is_changed], axis=0)
     return rows
-
-
-def _unique(indices: Array) -> Array:
-    """Each index once, in order; quicker than `np.unique`."""
-    ordered = np.sort(indices)
-    is_first = np.empty(len(ordered), bool)
-    is_first[:1] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    return ordered[is_first]

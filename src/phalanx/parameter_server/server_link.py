@@ -36,7 +36,7 @@ _PAUSE = 0.05  # seconds between tries to reach a server that is gone
 _LARGEST_NUMBER = 0xFFFFFFFF
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """What was asked of a server; kept until there is an answer."""
 

@@ -129,7 +129,7 @@ class ParameterService:
         buffers, number = message.buffers, message.number
         if not buffers:
             raise ProtocolError("A peer sent a message without a request.")
-        if buffers[0] and buffers[0][0] == Kind.SEVERAL:
+        if wire.kind_of(buffers) == Kind.SEVERAL:
             done = [self._do(session, request) for request in wire.read_several(buffers)]
             answer = wire.several([part for part, _ in done])
             must_sync = any(sync for _, sync in done)
@@ -144,11 +144,12 @@ class ParameterService:
 
     def _do(self, session: _Session, buffers: Sequence[Any]) -> tuple[list[Any], bool]:
         """Do what a request asks for; returns the answer, and whether it must wait for the disk."""
-        if buffers[0] and buffers[0][0] == LANED:
-            buffers = restored(buffers, session.lane)
-            if wire.kind_of(buffers) not in _READ_IN_PLACE:
-                buffers = [self._copied(b) for b in buffers]
         kind = wire.kind_of(buffers)
+        if kind == LANED:
+            buffers = restored(buffers, session.lane)
+            kind = wire.kind_of(buffers)
+            if kind not in _READ_IN_PLACE:
+                buffers = [self._copied(b) for b in buffers]
         run = session.run
         self._counts["bytes_in"] += sum(map(len, buffers))
         if kind in _ADMINISTRATION:
@@ -348,7 +349,7 @@ def _form(definition: VariableDefinition) -> tuple[str, tuple[int, ...]]:
     return definition.dtype, tuple(definition.shape)
 
 
-_ADMINISTRATION = {
+_ADMINISTRATION: dict[int, str] = {
     Kind.HELLO: "_hello",
     Kind.STATUS: "_tell",
     Kind.SAVE: "_save",

@@ -22,7 +22,7 @@ from phalanx.parameter_server.buffers import BufferPool, is_shared
 from phalanx.parameter_server.previews import rows_after, value_after
 from phalanx.parameter_server.requests import OptimizerDefinition, Token, Update, VariableDefinition
 from phalanx.parameter_server.server_optimizer import ServerOptimizer, Slots
-from phalanx.parameter_server.updates import APPLY, apply_update, checked, has_dtype
+from phalanx.parameter_server.updates import APPLY, apply_update, are_rows, checked, has_dtype
 from phalanx.runtime.formatting import shown
 
 __all__ = ["Outcome", "Store", "Trace"]
@@ -164,7 +164,7 @@ class Store:
         held = self.held(variable)
         value = held.value
         count = len(value) if value.ndim else 0
-        if indices.ndim != 1 or (len(indices) and (indices.min() < 0 or indices.max() >= count)):
+        if indices.ndim != 1 or not are_rows(indices, count):
             raise InvalidArgumentError(
                 f"Variable {shown(held.definition.name)} has rows from 0 to {count - 1}. "
                 f"Received: {shown(indices)}"

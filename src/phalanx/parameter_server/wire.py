@@ -60,6 +60,9 @@ class Kind(IntEnum):
 
 _ERROR = 255  # in place of an outcome
 
+_OUTCOMES = {outcome.value: outcome for outcome in Outcome}
+_CODES = {outcome: bytes([outcome.value]) for outcome in Outcome}
+
 _KIND = struct.Struct("<B")
 _PULL = struct.Struct("<BH")  # kind, how many attempts follow
 _WANTED = struct.Struct("<qQB")  # variable, the version that is known, whether rows are named
@@ -74,12 +77,12 @@ _NUMBER = struct.Struct("<Bq")
 _SAME = 255  # dimensions of an operand that has the shape of its variable
 
 
-def kind_of(buffers: Buffers) -> Kind:
-    """What a request asks for."""
+def kind_of(buffers: Buffers) -> int:
+    """What a request asks for: a `Kind`, or a number that there is not."""
     try:
-        return Kind(buffers[0][0])
-    except (IndexError, ValueError):
-        raise ProtocolError("A peer asked a parameter server for what there is not.") from None
+        return int(buffers[0][0])
+    except IndexError:
+        raise ProtocolError("A peer asked a parameter server for nothing.") from None
 
 
 def bytes_of(array: Array) -> Any:
@@ -335,7 +338,7 @@ def read_decide(buffers: Buffers) -> list[tuple[Token, bool]]:
 
 def done(outcome: Outcome) -> list[Any]:
     """The answer to a request that changes something."""
-    return [_KIND.pack(outcome.value)]
+    return [_CODES[outcome]]
 
 
 def told(fields: dict[str, Any]) -> list[Any]:
@@ -351,12 +354,12 @@ def failed(error: errors.PhalanxError) -> list[Any]:
 
 def read_outcome(buffers: Buffers) -> Outcome:
     """What a server did; its error is raised here."""
-    try:
-        code = buffers[0][0]
-        if code != _ERROR:
-            return Outcome(code)
-    except (IndexError, ValueError):
-        raise ProtocolError("A parameter server sent an answer that cannot be read.") from None
+    code = buffers[0][0] if buffers and len(buffers[0]) else -1
+    outcome = _OUTCOMES.get(code)
+    if outcome is not None:
+        return outcome
+    if code != _ERROR:
+        raise ProtocolError("A parameter server sent an answer that cannot be read.")
     fields = fields_in(buffers)
     kind = getattr(errors, str(fields.get("class")), None)
     if not (isinstance(kind, type) and issubclass(kind, errors.PhalanxError)):

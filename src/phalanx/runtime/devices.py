@@ -416,6 +416,17 @@ _CHOSEN_POOL = "PHALANX_CHOSEN_PJRT_NPROC"
 """The environment variable that marks a PJRT_NPROC as Phalanx's own choice."""
 
 
+def compute_in_calling_threads() -> None:
+    """Let programs of one CPU device run in the thread that calls them.
+
+    For processes that wait for every result: handing a program over to another thread takes longer than
+    a small program. Nothing happens if devices have been used, or if the user has said what JAX shall
+    do.
+    """
+    if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
 def cpu_device_environment(count: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment in which another process starts JAX with `count` CPU devices.
 
