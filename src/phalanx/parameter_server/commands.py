@@ -69,7 +69,7 @@ def _pull(store: Store, buffers: Buffers) -> Answer:
     for variable, known, rows in wanted:
         held = store.held(variable)
         if variable in changes:
-            values.append((0, wire.bytes_of(store.after(changes[variable], variable, rows))))
+            values.append((0, store.after(changes[variable], variable, rows)))
         elif rows is not None:
             values.append((held.version, wire.bytes_of(store.rows(variable, rows))))
         elif known == held.version:

@@ -9,7 +9,7 @@ decides about them. What is applied anywhere is applied everywhere, else it is d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -19,7 +19,7 @@ import numpy as np
 
 from phalanx.errors import InvalidArgumentError, NotFoundError
 from phalanx.parameter_server.buffers import BufferPool, is_shared
-from phalanx.parameter_server.previews import rows_after, value_after
+from phalanx.parameter_server.previews import Ready, read_rows, rows_after, value_after
 from phalanx.parameter_server.requests import OptimizerDefinition, Token, Update, VariableDefinition
 from phalanx.parameter_server.server_optimizer import ServerOptimizer, Slots
 from phalanx.parameter_server.updates import APPLY, apply_update, are_rows, checked, has_dtype
@@ -70,7 +70,7 @@ class Held:
     def lend(self) -> memoryview:
         """The bytes of the value. They stay as they are as long as anything refers to them."""
         if not self._lent:
-            self._lent = [self.value.reshape(-1).view(np.uint8)]
+            self._lent = [bytes_of(self.value)]
         return self._lent[0].data
 
     def room(self, pool: BufferPool) -> Array:
@@ -79,10 +79,10 @@ class Held:
             return self.value
         return pool.array(self.value.shape, self.value.dtype)
 
-    def put(self, value: Array, version: int) -> None:
-        """Replace the value."""
+    def put(self, value: Array, version: int, lent: Sequence[Array] = ()) -> None:
+        """Replace the value, by one whose bytes may have been lent before."""
         if value is not self.value:
-            self.value, self._lent = value, []
+            self.value, self._lent = value, list(lent)
         self.version = version
 
 
@@ -106,6 +106,7 @@ class Store:
         self.values: dict[int, bytes] = {}  # closure -> what it returned
         self.own: dict[int, int] = {}  # the same as `applied`, for updates of no closure
         self.staged: dict[Token, tuple[Sequence[Update], bytes]] = {}
+        self._ready: dict[Token, dict[int, Ready]] = {}  # what was computed already of what is staged
         self.fences: dict[int, set[int]] = {}  # closure -> attempts that are refused
         self.settled = 0  # closures with smaller numbers are done
         self._cleaned = 0  # and those with smaller ones than this are forgotten
@@ -171,28 +172,46 @@ class Store:
             )
         return value
 
-    def staged_by(self, tokens: Sequence[Token]) -> dict[int, list[Update]]:
+    def staged_by(self, tokens: Sequence[Token]) -> dict[int, list[tuple[Token, Update]]]:
         """What attempts have staged, for each variable. What counts by now is not among it."""
-        found: dict[int, list[Update]] = {}
+        found: dict[int, list[tuple[Token, Update]]] = {}
         for token in tokens:
             for update in self.staged.get(token, _NOTHING)[0]:
-                found.setdefault(update.variable.id, []).append(update)
+                found.setdefault(update.variable.id, []).append((token, update))
         return found
 
-    def after(self, updates: Sequence[Update], variable: int, indices: Array | None) -> Array:
-        """What a variable, or some of its rows, would be after updates of it, which are not made."""
+    def after(self, staged: Sequence[tuple[Token, Update]], variable: int, rows: Array | None) -> Any:
+        """The bytes of a variable, or of some of its rows, as staged updates of it will leave it."""
+        held, updates = self.held(variable), [update for _, update in staged]
         if any(update.method == APPLY for update in updates):
             [value] = self.preview(updates)
-            return value if indices is None else value[indices]
-        if indices is None:
-            return value_after(self.held(variable).value, updates, self.pool)
-        return rows_after(self._with_rows(variable, indices), indices, updates)
+            return bytes_of(value if rows is None else value[rows])
+        if rows is not None:
+            value = self._with_rows(variable, rows)
+            changed = rows_after(value, updates)
+            if changed is not None:
+                places, new = changed
+                self._get_ready(staged, variable, Ready(held.version, new, places))
+                return bytes_of(read_rows(value, rows, places, new))
+        new = value_after(held.value, updates, self.pool)
+        if rows is not None:
+            return bytes_of(new[rows])
+        lent = [bytes_of(new)]
+        self._get_ready(staged, variable, Ready(held.version, new, None, lent))
+        return lent[0].data
+
+    def _get_ready(self, staged: Sequence[tuple[Token, Update]], variable: int, ready: Ready) -> None:
+        """Remember what an attempt will make of a variable, unless it is not the only one."""
+        token = staged[0][0]
+        if staged[-1][0] == token:
+            self._ready.setdefault(token, {})[variable] = ready
 
     # -- commits -----------------------------------------------------------------------------------
 
     def apply(self, updates: Sequence[Update]) -> None:
         """Make updates, and remember nothing of whose they were."""
         self._apply(self.checked(updates))
+        self.counts["updates"] += len(updates)
 
     def preview(self, updates: Sequence[Update]) -> list[Array]:
         """What variables would hold after updates, each once, in the order of their first updates."""
@@ -240,6 +259,7 @@ class Store:
 
     def drop(self, token: Token) -> Outcome:
         """Forget what was staged."""
+        self._ready.pop(token, None)
         return Outcome.REPEATED if self.staged.pop(token, None) is None else Outcome.DONE
 
     def inquire(self, token: Token) -> tuple[Trace, bytes]:
@@ -270,7 +290,7 @@ class Store:
             for closure in [c for c in known if 0 <= c < below]:
                 del known[closure]
         for token in [t for t in self.staged if 0 <= t.closure < below]:
-            del self.staged[token]
+            self.drop(token)
         return Outcome.DONE
 
     def checked(self, updates: Sequence[Update]) -> list[Update]:
@@ -313,8 +333,28 @@ class Store:
             self.own[token.closure] = token.attempt
             if len(self.own) > _MOST_OWN:
                 del self.own[next(iter(self.own))]
-        self._apply(updates)
+        self.counts["updates"] += len(updates)
+        ready = self._ready.pop(token, None)
+        self._apply(updates if ready is None else self._put_ready(ready, updates))
         self.counts["commits"] += 1
+
+    def _put_ready(self, ready: Mapping[int, Ready], updates: Sequence[Update]) -> list[Update]:
+        """Put what is ready, where nothing has changed since; returns the updates that are left."""
+        done = set()
+        for variable, (version, value, places, lent) in ready.items():
+            held = self.variables[variable]
+            if held.version != version:
+                continue
+            done.add(variable)
+            if places is None:
+                held.put(value, self._next_version(), lent)
+                continue
+            new = held.room(self.pool)
+            if new is not held.value:
+                np.copyto(new, held.value)
+            new[places] = value
+            held.put(new, self._next_version())
+        return [update for update in updates if update.variable.id not in done]
 
     def _apply(self, updates: Sequence[Update]) -> None:
         last = len(updates) - 1
@@ -330,7 +370,6 @@ class Store:
                 new = held.room(self.pool)
                 apply_update(method, held.value, new, values, indices)
             held.put(new, self._next_version())
-        self.counts["updates"] += len(updates)
 
     def _next_version(self) -> int:
         self.version += 1
@@ -348,6 +387,11 @@ class Store:
             "staged": len(self.staged),
             "remembered": len(self.applied),
         }
+
+
+def bytes_of(array: Array) -> Array:
+    """The bytes of an array, not copied; also of dtypes that Python has no letters for."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def _is_whole(values: Array, definition: VariableDefinition) -> bool:

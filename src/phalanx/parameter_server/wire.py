@@ -23,10 +23,10 @@ from phalanx.parameter_server.requests import (
     Update,
     VariableDefinition,
 )
-from phalanx.parameter_server.store import Outcome, Trace
+from phalanx.parameter_server.store import Outcome, Trace, bytes_of
 from phalanx.parameter_server.updates import METHODS
 
-__all__ = ["LIMITS", "Kind", "Wanted"]
+__all__ = ["LIMITS", "Kind", "Wanted", "bytes_of"]
 
 Array = np.ndarray[Any, Any]
 Buffers = Sequence[Any]
@@ -83,11 +83,6 @@ def kind_of(buffers: Buffers) -> int:
         return int(buffers[0][0])
     except IndexError:
         raise ProtocolError("A peer asked a parameter server for nothing.") from None
-
-
-def bytes_of(array: Array) -> Any:
-    """The bytes of an array, not copied; also of dtypes that Python has no letters for."""
-    return array.reshape(-1).view(np.uint8)
 
 
 def array_of(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
