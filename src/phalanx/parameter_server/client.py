@@ -14,6 +14,7 @@ from phalanx.parameter_server import wire
 from phalanx.parameter_server.buffers import BufferPool
 from phalanx.parameter_server.commits import Commits
 from phalanx.parameter_server.durability import Durability
+from phalanx.parameter_server.landing import LARGE, Room
 from phalanx.parameter_server.placing import by_server, home_of, variables_of
 from phalanx.parameter_server.recovery import verdict
 from phalanx.parameter_server.requests import (
@@ -27,7 +28,7 @@ from phalanx.parameter_server.requests import (
 )
 from phalanx.parameter_server.server_link import ServerLink
 from phalanx.parameter_server.updates import checked, has_dtype
-from phalanx.parameter_server.wire import Kind
+from phalanx.parameter_server.wire import Kind, Where
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.host_memory import expect_input
 
@@ -127,19 +128,40 @@ class ServerConnections:
             self._known.get(variable.id, _UNKNOWN) if rows is None else _UNKNOWN
             for variable, rows in reads
         ]
+        rooms = [
+            None if rows is not None else self._room(variable, version)
+            for (variable, rows), (version, _) in zip(reads, known, strict=True)
+        ]
         answers: dict[int, Any] = {}
         for server, part in parts.items():
-            request = wire.pull([(reads[i], known[i][0]) for i in part], after)
-            self._links[server].ask(request, partial(answers.__setitem__, server))
+            link = self._links[server]
+            for i in part:
+                if (room := rooms[i]) is not None and not link.has(room):
+                    rooms[i] = None
+            asked = [(reads[i], known[i][0], -1 if (r := rooms[i]) is None else r.place) for i in part]
+            link.ask(wire.pull(asked, after), partial(answers.__setitem__, server))
         self._commits.flush()
         found: list[Any] = [None] * len(reads)
         for server, part in parts.items():
             while server not in answers:
                 self._links[server].answer()
             wire.read_outcome(answers[server])
-            for i, (version, buffer) in zip(part, wire.read_pulled(answers[server]), strict=True):
-                found[i] = known[i][1] if buffer is None else self._array(reads[i], version, buffer)
+            values = wire.read_pulled(answers[server])
+            for i, (version, where, buffer) in zip(part, values, strict=True):
+                if where is Where.KNOWN:
+                    found[i] = known[i][1]
+                elif where is Where.LANDED and (room := rooms[i]) is not None:
+                    found[i] = self._array(reads[i], version, room.memory)
+                else:
+                    found[i] = self._array(reads[i], version, buffer)
         return found
+
+    def _room(self, variable: VariableDefinition, known: int) -> Room | None:
+        """Where a large value can be written, if it is one that was read before and has changed."""
+        if not known:
+            return None
+        size = self._known[variable.id][1].nbytes
+        return self._links[variable.server].room(size) if size >= LARGE else None
 
     def preview(self, updates: Sequence[Update]) -> list[Array]:
         """What variables would hold after updates, which are not made."""
@@ -148,7 +170,7 @@ class ServerConnections:
         requests = {s: wire.push(Kind.PREVIEW, Token(0), part) for s, part in parts.items()}
         found = {s: iter(wire.read_pulled(answer)) for s, answer in self._answers(requests).items()}
         return [
-            wire.array_of(next(found[v.server])[1], np.dtype(v.dtype), v.shape)
+            wire.array_of(next(found[v.server])[2], np.dtype(v.dtype), v.shape)
             for v in variables_of(updates)
         ]
 

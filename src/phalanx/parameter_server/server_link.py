@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.errors import (
     DeadlineExceededError,
@@ -21,8 +21,10 @@ from phalanx.net.framing import Decoder, Message, ProtocolError
 from phalanx.net.stream import Stream
 from phalanx.parameter_server import wire
 from phalanx.parameter_server.buffers import BufferPool
-from phalanx.parameter_server.lane import Lane, offer
+from phalanx.parameter_server.landing import Landing, Room
+from phalanx.parameter_server.lane import Lane
 from phalanx.parameter_server.service import PURPOSE
+from phalanx.parameter_server.shared_memory import SharedMemory, offer
 from phalanx.parameter_server.wire import LIMITS, Kind
 
 __all__ = ["ServerLink"]
@@ -34,6 +36,8 @@ _LARGE = 64 << 10  # bytes of a request that are worth a lane
 _MOST_HELD = 32  # requests of one message
 _PAUSE = 0.05  # seconds between tries to reach a server that is gone
 _LARGEST_NUMBER = 0xFFFFFFFF
+
+M = TypeVar("M", bound=SharedMemory)
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +77,8 @@ class ServerLink:
         self._key, self._hello, self._pool, self._timeout = key, hello, pool, timeout
         self._stream: Stream | None = None
         self._lane: Lane | None = None
-        self._may_have_lane = True
+        self._landing: Landing | None = None
+        self._may_have_lane = self._may_have_landing = True
         self._number = 0
         self.pending: deque[Request] = deque()
         """Requests without an answer."""
@@ -183,7 +188,8 @@ class ServerLink:
     def _laned(self, request: Request) -> list[Any]:
         """What to send of a large request: where its arrays are, if the server can look there."""
         if self._lane is None and self._may_have_lane:
-            self._offer_lane()
+            self._may_have_lane = False
+            self._lane = self._offered(Lane, {})
         lane = self._lane
         if lane is None or not lane.fits(request.buffers):
             return request.buffers
@@ -196,29 +202,38 @@ class ServerLink:
         buffers, request.mark = placed
         return buffers
 
-    def _offer_lane(self) -> None:
+    def room(self, size: int) -> Room | None:
+        """Where the server can write a value of so many bytes, if it can."""
+        if self._landing is None and self._may_have_landing:
+            self._may_have_landing = False
+            self._landing = self._offered(Landing, {"landing": True})
+        return None if self._landing is None else self._landing.room(size)
+
+    def has(self, room: Room) -> bool:
+        """Whether room is of the present connection."""
+        return room.landing is self._landing
+
+    def _offered(self, make: Callable[[], M], fields: dict[str, Any]) -> M | None:
         """Let the server open memory of this process; it is no mistake if it cannot."""
-        self._may_have_lane = False
         stream = self._stream
         if stream is None or stream.socket.family != socket.AF_UNIX:
-            return
-        lane = offer()
-        if lane is None:
-            return
+            return None
+        memory = offer(make)
+        if memory is None:
+            return None
         answers: list[Any] = []
         try:
-            self.ask(wire.with_fields(Kind.LANE, lane.description), answers.append)
+            self.ask(wire.with_fields(Kind.LANE, {**memory.description, **fields}), answers.append)
             while not answers:
                 self.answer()
             wire.read_outcome(answers[0])
         except UnavailableError:
             if not answers:  # the server is gone
                 raise
-        else:
-            if self._stream is stream:
-                self._lane = lane
+            return None
         finally:
-            lane.close_descriptor()
+            memory.close_descriptor()
+        return memory if self._stream is stream else None
 
     def _next_number(self) -> int:
         self._number = self._number % _LARGEST_NUMBER + 1
@@ -226,8 +241,8 @@ class ServerLink:
 
     def _lose(self) -> None:
         stream, self._stream = self._stream, None
-        self._lane = None  # as many as there are connections
-        self._may_have_lane = True
+        self._lane = self._landing = None  # as many as there are connections
+        self._may_have_lane = self._may_have_landing = True
         self._held = []
         for request in self.pending:
             request.mark = 0

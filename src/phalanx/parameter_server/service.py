@@ -32,8 +32,9 @@ from phalanx.parameter_server import wire
 from phalanx.parameter_server.buffers import BufferPool
 from phalanx.parameter_server.commands import perform
 from phalanx.parameter_server.durability import Durability, Keeper, fresh_store
-from phalanx.parameter_server.lane import LANED, open_lane, restored
+from phalanx.parameter_server.lane import LANED, restored
 from phalanx.parameter_server.requests import VariableDefinition
+from phalanx.parameter_server.shared_memory import open_shared
 from phalanx.parameter_server.snapshots import load_snapshot, records_of, write_snapshot
 from phalanx.parameter_server.store import Outcome, Store
 from phalanx.parameter_server.wire import LIMITS, Kind
@@ -69,6 +70,7 @@ class _Session:
     connection: Connection
     run: _Run | None = None
     lane: memoryview | None = None
+    landing: memoryview | None = None
     challenge: str = ""  # what it must repeat to begin a run
 
 
@@ -162,7 +164,8 @@ class ParameterService:
             return answer, False
         if run is None or run is not self._run:
             raise ProtocolError("A peer takes part in no run of this server.")
-        answer, has_changed = perform(run.store, buffers)
+        answer, has_changed, landed = perform(run.store, buffers, session.landing)
+        self._counts["bytes_out"] += landed
         keeper = run.keeper
         if keeper is not None and has_changed:
             try:
@@ -284,7 +287,11 @@ class ParameterService:
         return wire.done(Outcome.DONE)
 
     def _open_lane(self, session: _Session, buffers: Any) -> list[Any]:
-        session.lane = open_lane(wire.fields_in(buffers))
+        fields = wire.fields_in(buffers)
+        if fields.get("landing"):
+            session.landing = open_shared(fields, writable=True)
+        else:
+            session.lane = open_shared(fields)
         return wire.done(Outcome.DONE)
 
     def _tell(self, session: _Session, buffers: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from phalanx.parameter_server.requests import (
 from phalanx.parameter_server.store import Outcome, Trace, bytes_of
 from phalanx.parameter_server.updates import METHODS
 
-__all__ = ["LIMITS", "Kind", "Wanted", "bytes_of"]
+__all__ = ["LIMITS", "Kind", "Wanted", "Where", "bytes_of"]
 
 Array = np.ndarray[Any, Any]
 Buffers = Sequence[Any]
@@ -65,8 +65,8 @@ _CODES = {outcome: bytes([outcome.value]) for outcome in Outcome}
 
 _KIND = struct.Struct("<B")
 _PULL = struct.Struct("<BH")  # kind, how many attempts follow
-_WANTED = struct.Struct("<qQB")  # variable, the version that is known, whether rows are named
-_GIVEN = struct.Struct("<QB")  # version, whether the value follows
+_WANTED = struct.Struct("<qQBq")  # variable, version that is known, whether rows are named, place
+_GIVEN = struct.Struct("<QB")  # version, where the value is
 _TOKEN = struct.Struct("<BqI")  # kind, closure, attempt
 _UPDATE = struct.Struct("<qBBBq")  # variable, method, whether there are indices, dimensions, optimizer
 _ATTEMPT = struct.Struct("<qI")
@@ -174,13 +174,28 @@ class Wanted(NamedTuple):
     variable: int
     known: int
     rows: Array | None
+    place: int
 
 
-def pull(reads: Sequence[tuple[Read, int]], after: Sequence[Token] = ()) -> list[Any]:
-    """Read variables, unless a known version is the newest, as they are after staged attempts."""
+class Where(Enum):
+    """Where the value of a variable is that was read."""
+
+    KNOWN = 0  # to the task
+    HERE = 1  # in the answer
+    LANDED = 2  # where the task wants it
+
+
+def pull(reads: Sequence[tuple[Read, int, int]], after: Sequence[Token] = ()) -> list[Any]:
+    """Read variables, as they are after staged attempts.
+
+    Args:
+        reads: each with the version that is known, which is not sent again, and the place in the
+            landing where a value can be put, or -1.
+        after: attempts of the task itself.
+    """
     packed, rows = [_PULL.pack(Kind.PULL, len(after)), *(_ATTEMPT.pack(*t) for t in after)], []
-    for (variable, indices), known in reads:
-        packed.append(_WANTED.pack(variable.id, known, indices is not None))
+    for (variable, indices), known, place in reads:
+        packed.append(_WANTED.pack(variable.id, known, indices is not None, place))
         if indices is not None:
             rows.append(bytes_of(np.ascontiguousarray(indices, np.int64)))
     return [b"".join(packed), *rows]
@@ -195,26 +210,36 @@ def read_pull(buffers: Buffers) -> tuple[list[Wanted], list[Token]]:
         raise ProtocolError(f"A peer sent what cannot be read: {error}") from None
     after = [Token(*found) for found in _unpacked(_ATTEMPT, packed[:at], _PULL.size)]
     wanted = [
-        Wanted(variable, known, _indices(_next(rows)) if has_rows else None)
-        for variable, known, has_rows in _unpacked(_WANTED, packed, at)
+        Wanted(variable, known, _indices(_next(rows)) if has_rows else None, place)
+        for variable, known, has_rows, place in _unpacked(_WANTED, packed, at)
     ]
     return wanted, after
 
 
-def pulled(values: Sequence[tuple[int, Any | None]]) -> list[Any]:
-    """The answer: versions, and the bytes of what has changed."""
+def pulled(values: Sequence[tuple[int, Where, Any]]) -> list[Any]:
+    """The answer: versions, where the values are, and the bytes of those that are in it."""
     packed = [b"\x00"]
-    packed += [_GIVEN.pack(version, value is not None) for version, value in values]
-    return [b"".join(packed), *(value for _, value in values if value is not None)]
+    packed += [_GIVEN.pack(version, _WHERE[where]) for version, where, _ in values]
+    return [b"".join(packed), *(value for _, where, value in values if where is Where.HERE)]
 
 
-def read_pulled(buffers: Buffers) -> list[tuple[int, Any | None]]:
-    """Versions, and the bytes of what has changed."""
+def read_pulled(buffers: Buffers) -> list[tuple[int, Where, Any]]:
+    """Versions, where the values are, and the bytes of those that are in the answer."""
     values = iter(buffers[1:])
     return [
-        (version, _next(values) if is_new else None)
-        for version, is_new in _unpacked(_GIVEN, buffers[0], 1)
+        (version, Where.HERE, _next(values)) if where == 1 else (version, _place_of(where), None)
+        for version, where in _unpacked(_GIVEN, buffers[0], 1)
     ]
+
+
+def _place_of(number: int) -> Where:
+    try:
+        return Where(number)
+    except ValueError:
+        raise ProtocolError(f"A peer sent what cannot be read: {number}") from None
+
+
+_WHERE = {where: where.value for where in Where}
 
 
 # -- writing -------------------------------------------------------------------------------------------
