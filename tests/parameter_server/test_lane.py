@@ -14,8 +14,9 @@ import pytest
 from phalanx import errors
 from phalanx.net.framing import ProtocolError
 from phalanx.parameter_server import lane as module
-from phalanx.parameter_server.lane import Lane, open_lane, restored
+from phalanx.parameter_server.lane import Lane, restored
 from phalanx.parameter_server.requests import Commit, Read, Token, Update
+from phalanx.parameter_server.shared_memory import open_shared
 from tests.parameter_server.running import RunningServer, connections, running, variable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such memory")
@@ -34,7 +35,7 @@ def test_what_is_read_is_what_was_written(seed: int) -> None:
     """As long as it has not been given back."""
     rng = random.Random(seed)
     lane = Lane(SIZE)
-    memory = open_lane(lane.description)
+    memory = open_shared(lane.description)
     lane.close_descriptor()
     unanswered: deque[tuple[list[Any], list[Any], int]] = deque()
     placed_in_all = 0
@@ -81,10 +82,10 @@ def test_memory_of_others_is_refused() -> None:
         {"size": -1 << 70},
     ):
         with pytest.raises(errors.UnavailableError, match="memory of the peer"):
-            open_lane({**good, **wrong})
+            open_shared({**good, **wrong})
     for wrong in ({"process": "self/../1"}, {"nonce": "xyz"}, {"size": None}):
         with pytest.raises(ProtocolError):
-            open_lane({**good, **wrong})
+            open_shared({**good, **wrong})
     os.close(other)
     lane.close_descriptor()
 

@@ -145,7 +145,7 @@ def test_each_value_has_a_version(store: Store) -> None:
 
 
 def test_rows_are_copied(store: Store) -> None:
-    _, rows = store.rows(1, np.array([3, 0, 3]))
+    rows = store.rows(1, np.array([3, 0, 3]))
     store.apply([add(TABLE)])
     assert rows.tolist() == [[0, 0]] * 3
     for wrong in ([4], [-1], [[0]]):

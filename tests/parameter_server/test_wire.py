@@ -15,7 +15,7 @@ from phalanx.parameter_server.commands import perform
 from phalanx.parameter_server.requests import Read, Token, Update
 from phalanx.parameter_server.store import Outcome, Store, Trace
 from phalanx.parameter_server.updates import METHODS, checked
-from phalanx.parameter_server.wire import Kind
+from phalanx.parameter_server.wire import Kind, Where
 from tests.parameter_server.running import variable
 
 tokens = st.builds(Token, st.integers(-(2**62), 2**62), st.integers(0, 2**32 - 1))
@@ -39,7 +39,7 @@ def test_updates_arrive_as_they_were(
         update = Update(TABLE, method, np.full(shape, 2.0), None, 7)
     update = checked(update)
     buffers = sent(wire.push(Kind.STAGE, token, [update, update], value))
-    assert wire.kind_of(buffers) is Kind.STAGE
+    assert wire.kind_of(buffers) == Kind.STAGE
     found_token, updates, found_value = wire.read_push(buffers, {5: TABLE}.__getitem__)
     assert (found_token, found_value) == (token, value)
     for found in updates:
@@ -61,10 +61,14 @@ def test_inquiries_arrive_as_they_were(found: list[tuple[Token, Trace, bytes]]) 
 
 def test_reads_arrive_as_they_were() -> None:
     rows = np.array([2, 0])
-    wanted = wire.read_pull(sent(wire.pull([(Read(TABLE), 9), (Read(TABLE, rows), 0)])))
-    assert wanted[0] == (5, 9, None)
+    reads = [(Read(TABLE), 9, 4096), (Read(TABLE, rows), 0, -1)]
+    staged = [Token(3, 1), Token(-7)]
+    wanted, after = wire.read_pull(sent(wire.pull(reads, staged)))
+    assert after == staged
+    assert wanted[0] == (5, 9, None, 4096)
     np.testing.assert_array_equal(wanted[1].rows, [2, 0])
-    assert wire.read_pulled(sent(wire.pulled([(4, None), (5, b"x")]))) == [(4, None), (5, b"x")]
+    values = [(4, Where.KNOWN, None), (5, Where.HERE, b"x"), (6, Where.LANDED, None)]
+    assert wire.read_pulled(sent(wire.pulled(values))) == values
 
 
 def test_errors_arrive_as_they_were() -> None:

@@ -33,6 +33,7 @@ from phalanx.net.addresses import join_address, split_address
 from phalanx.net.endpoint import Endpoint
 from phalanx.parameter_server import service as parameter_service
 from phalanx.runtime import interrupts
+from phalanx.runtime.devices import compute_in_calling_threads
 from phalanx.runtime.formatting import shown
 
 __all__ = ["Server", "Service"]
@@ -167,6 +168,8 @@ class Server:
             raise FailedPreconditionError(
                 f"The server has not been started, so nothing would ever stop it. Received: {self!r}"
             )
+        if _services(self._task.type):
+            compute_in_calling_threads()  # this process does nothing else
         while not self._is_over:
             self._stopped.wait(_LOOK_EVERY)
         self._stopped.ring()  # for the next who waits

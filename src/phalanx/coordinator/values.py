@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
+import struct
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ __all__ = [
 NOTHING = b"-"
 """What stands for None where empty bytes stand for a value that was lost."""
 
+_ARRAY = b"="  # how an array begins; what is pickled begins otherwise
 _DEEPEST = 20  # exceptions that led to one another
 _PLAIN = frozenset({int, float, bool, str, bytes, complex, np.ndarray})
 
@@ -63,7 +66,7 @@ def pack_value(value: Any) -> bytes:
     if value is None:
         return b""
     if isinstance(value, jax.Array):
-        return pickle.dumps(np.asarray(value), protocol=5)
+        return _pack_array(np.asarray(value))
     if type(value) not in _PLAIN:
         value = map_nest(_on_host, value)
     return _dumps(value, "What a scheduled function returns")
@@ -71,7 +74,29 @@ def pack_value(value: Any) -> bytes:
 
 def load_value(data: bytes) -> Any:
     """What a closure returned, with NumPy arrays."""
-    return pickle.loads(data) if data and data != NOTHING else None
+    if not data or data == NOTHING:
+        return None
+    return _load_array(data) if data.startswith(_ARRAY) else pickle.loads(data)
+
+
+def _pack_array(array: np.ndarray[Any, Any]) -> bytes:
+    """An array as bytes, in a fraction of the time that pickling takes: most closures return one."""
+    name, shape = _name(array.dtype), array.shape
+    head = struct.pack(f"<BB{len(shape)}Q", len(name), len(shape), *shape)
+    return b"".join((_ARRAY, head, name, array.tobytes()))
+
+
+@functools.cache
+def _name(dtype: np.dtype[Any]) -> bytes:
+    return dtype.name.encode()
+
+
+def _load_array(data: bytes) -> np.ndarray[Any, Any]:
+    length, dims = data[1], data[2]
+    at = 3 + 8 * dims
+    shape = struct.unpack_from(f"<{dims}Q", data, 3)
+    dtype = np.dtype(data[at : at + length].decode())
+    return np.frombuffer(bytearray(data[at + length :]), np.uint8).view(dtype).reshape(shape)
 
 
 def _on_host(x: Any) -> Any:

@@ -52,6 +52,7 @@ _PATIENCE = 30.0  # seconds for a message that must come, or be taken
 _FOREVER = 7 * 24 * 3600.0  # seconds without work; that the coordinator is gone is noticed elsewhere
 _BATCH = 16  # reports in one message
 _LATEST = 0.002  # seconds after which a report is sent, and after which messages are looked for
+_QUICK = 0.01  # seconds that updates may wait for the reads of the next closure
 _FEW = 4  # attempts left when to look for more
 _LARGEST_KEPT = 1 << 20  # bytes of a value that servers keep until the coordinator has it
 
@@ -149,6 +150,7 @@ class _Session:
         self._functions: dict[int, Callable[..., Any]] = {}
         self._resources: dict[int, Callable[[], Any]] = {}  # each returns it, or raises why not
         self._todo: deque[Attempt] = deque()
+        self._quick: set[int] = set()  # functions that took no longer than `_QUICK` the last time
         self._reports: list[Report] = []
         self._halted = -1  # the latest era of which nothing is begun any more
         self._servers: PipelinedServers
@@ -226,6 +228,7 @@ class _Session:
                 self._make(attempt, began)
                 now = clock()
                 self._busy += now - began
+                (self._quick.add if now - began < _QUICK else self._quick.discard)(attempt.function)
                 self._count += 1
                 if len(self._reports) >= _BATCH or now - self._sent > _LATEST:
                     self._servers.collect()
@@ -319,15 +322,20 @@ class _Session:
                     result = run(*args, **kwargs)
             value = pack_value(result)
             updates = running.updates
-            if updates:
+            if updates or self._servers.is_ahead:
                 kept = (value or NOTHING) if len(value) <= _LARGEST_KEPT else b""
-                self._servers.push_later(token, updates, kept, partial(self._pushed, attempt, value))
+                then = partial(self._pushed, attempt, value)
+                self._servers.push_later(token, updates, kept, then, self._reads_soon())
             else:
                 self._reports.append(Report(closure, number, Status.DONE, value))
         except BaseException as error:  # noqa: BLE001 - whatever the user's function raises
             self._fail(attempt, error)
         self._total += 1
         self._now = None
+
+    def _reads_soon(self) -> bool:
+        """Whether the next closure is about to ask servers for something, or soon over."""
+        return bool(self._todo) and self._todo[0].function in self._quick
 
     def _pushed(self, attempt: Attempt, value: bytes, commit: Commit) -> None:
         if commit.error is not None:

@@ -172,11 +172,12 @@ def read(home: Home, reads: Sequence[Rows]) -> list[Any]:
     found: list[Any] = []
     missing: list[int] = []
     for i, (table, indices) in enumerate(reads):
-        if any(part.pending().unknown for part, _ in table.parts):
+        states = [part.pending() for part, _ in table.parts]
+        if any(state.changes and state.unknown for state in states):
             value = jnp.asarray(table.whole())
             found.append(value if indices is None else value[np.asarray(indices)])
             continue
-        state = table.parts[0][0].pending() if len(table.parts) == 1 else None
+        state = states[0] if len(states) == 1 else None
         if state is None or state.known is None:
             missing.append(i)
             found.append(state)

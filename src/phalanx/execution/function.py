@@ -137,7 +137,7 @@ class Function(OnePerProcess):
         if call is not None and isinstance(known, Program):  # mostly, and it takes no elements
             variables = known.variables()
             if variables is not None:
-                if known.pattern is None and known.overwrites:
+                if known.pattern is None and known.can_run_again:
                     known.pattern = Pattern.of(call, args, kwargs)
                 self._latest = weakref.ref(known)
                 return _run_known(known, variables, call.arrays, then)

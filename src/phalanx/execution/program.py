@@ -113,8 +113,8 @@ class Program:
         return _alive(self._needed)
 
     @property
-    def overwrites(self) -> bool:
-        """Whether runs overwrite the variables that they write, so that `run_again` is of use."""
+    def can_run_again(self) -> bool:
+        """Whether `run_again` is of use."""
         return not self._step.can_fail and self._step.shared is None
 
     @property

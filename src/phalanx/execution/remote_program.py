@@ -20,7 +20,7 @@ from phalanx.core.elsewhere import Change, Home, Pending, Rows, check_indices, r
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.variables import Variable
 from phalanx.errors import StrategyMismatchError
-from phalanx.execution.program import Program, Result, Stacked, references, wrapper
+from phalanx.execution.program import CHANGED, Program, Result, Stacked, references, wrapper
 from phalanx.execution.running import as_array
 from phalanx.execution.throttle import THROTTLE, token
 from phalanx.runtime import compat, program_parts
@@ -41,7 +41,7 @@ class RemoteProgram(Program):
     """A traced function that uses variables of other processes, and perhaps others."""
 
     can_loop = False
-    overwrites = False
+    can_run_again = True
 
     def __init__(
         self,
@@ -118,6 +118,11 @@ class RemoteProgram(Program):
             after(1)
         return self._result.rebuild(outputs)
 
+    def run_again(self, arrays: list[Any], then: Callable[[], None] | None) -> Any:
+        """As `run`, if that leaves nothing to be cared for."""
+        variables = self.variables() if self.leaves_nothing else None
+        return CHANGED if variables is None else self.run(variables, arrays, then or _nothing)
+
     def run_loop(
         self, variables: list[Variable], columns: list[list[Any]], then: Callable[[], None]
     ) -> Stacked:
@@ -187,6 +192,10 @@ class RemoteProgram(Program):
     def lower(self, variables: list[Any], arrays: list[Any]) -> Any:
         """The lowered program: its last part, which runs with the rows."""
         return self._main.lower(variables, arrays)
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Kind(NamedTuple):

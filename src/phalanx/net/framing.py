@@ -23,6 +23,7 @@ _MARK = b"plx2"
 _PREFIX = struct.Struct("!4sIII")
 _SIZE = 8  # bytes of the size of a buffer
 _LONGEST_NUMBER = 100  # digits; then it can still become a number with a fraction
+_SMALL = 32 << 10  # bytes of buffers that need no memory of their own kind
 _STAGE = 64 << 10  # bytes that are read ahead of knowing where they belong
 _JOINED = 4 << 10  # bytes of buffers that are cheaper to copy than to send on their own
 _MOST_BUFFERS = 32  # of one call of the system
@@ -256,23 +257,34 @@ class Decoder:
             self._make_room(size)
             return None
         at = self._start + _PREFIX.size
-        buffers = self._open(struct.unpack_from(f"!{count}Q", self._stage, at)) if count else []
+        sizes = struct.unpack_from(f"!{count}Q", self._stage, at) if count else ()
         at += count * _SIZE
         fields = fields_of(bytes(self._stage[at : at + length])) if length else {}
         self._start = at + length
-        return Message(fields, buffers, number)
+        return Message(fields, self._open(sizes) if sizes else [], number)
 
-    def _open(self, sizes: Iterable[int]) -> list[memoryview]:
-        sizes = list(sizes)
-        if sum(sizes) > self._limits.buffers:
-            raise ProtocolError(f"A peer announced buffers of {sum(sizes)} bytes, which is too long.")
+    def _open(self, sizes: Sequence[int]) -> list[memoryview]:
+        total = sum(sizes)
+        if total > self._limits.buffers:
+            raise ProtocolError(f"A peer announced buffers of {total} bytes, which is too long.")
+        if total <= self._stop - self._start and max(sizes) < _SMALL:
+            return self._taken(sizes)
         try:
             buffers = [self._allocate(size) for size in sizes]
         except MemoryError:
             raise ProtocolError(
-                f"A peer announced buffers of {sum(sizes)} bytes, for which there is no memory."
+                f"A peer announced buffers of {total} bytes, for which there is no memory."
             ) from None
         self._rooms.extend(b for b in buffers if len(b))
+        return buffers
+
+    def _taken(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Buffers that were read ahead, copied."""
+        memory, start, buffers = self._memory, self._start, []
+        for size in sizes:
+            buffers.append(memoryview(memory[start : start + size]))
+            start += size
+        self._start = start
         return buffers
 
     def _make_room(self, size: int) -> None:

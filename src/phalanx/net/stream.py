@@ -17,7 +17,7 @@ from phalanx.net.framing import Decoder, Limits, Message, SendQueue, encode
 
 _TICK = 0.25  # seconds after which a wait looks at its deadline
 _REMINDER = 4.5  # seconds
-_JOINED = 16 << 10  # bytes of messages that are cheaper to copy than to send on their own
+_JOINED = 64 << 10  # bytes of a message that are cheaper to copy than to send in pieces
 _MOST = 4 << 20  # bytes of one call of the system
 _TIMEVAL = struct.Struct("@ll")
 
@@ -34,35 +34,19 @@ class Stream:
         self.socket = sock
         self._limits = limits
         self._decoder = decoder or Decoder(limits)
-        self._held: list[memoryview] = []
         self.bytes_in = self.bytes_out = 0
 
-    def send(self, buffers: Sequence[Any], number: int, timeout: float, *, hold: bool = False) -> None:
+    def send(self, buffers: Sequence[Any], number: int, timeout: float) -> None:
         """Send a message of buffers; `DeadlineExceededError` if the peer does not take it in time.
 
         Args:
             buffers: raw bytes.
             number: of the message.
             timeout: seconds within which the peer must take something.
-            hold: whether to send it with the next one, or at `flush`, which saves a call of the system.
         """
         pieces = encode(Message({}, buffers, number), self._limits)
-        if hold:
-            self._held += pieces
-            return
-        self._send(pieces, timeout)
-
-    def flush(self, timeout: float) -> None:
-        """Send what is held."""
-        if self._held:
-            self._send([], timeout)
-
-    def _send(self, pieces: list[memoryview], timeout: float) -> None:
-        if self._held:
-            pieces = [*self._held, *pieces]
-            self._held = []
-            if sum(map(len, pieces)) <= _JOINED:
-                pieces = [memoryview(b"".join(pieces))]
+        if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED:
+            pieces = [memoryview(b"".join(pieces))]
         try:
             if len(pieces) == 1:
                 sent = self._try(self.socket.send, pieces[0])

@@ -6,6 +6,7 @@ pool goes back to it by itself: the pool looks whether anything still refers to 
 
 from __future__ import annotations
 
+import mmap
 import sys
 import sysconfig
 from collections import OrderedDict, deque
@@ -16,8 +17,7 @@ import numpy as np
 
 __all__ = ["BufferPool", "is_shared"]
 
-_ALIGNMENT = 64  # bytes; JAX takes such memory without a copy
-_LARGE = 16 << 10  # bytes; smaller ones are cheaper to make than to look for
+_LARGE = 32 << 10  # bytes; smaller ones are cheaper to make than to look for
 _PAGE = 4 << 10
 _TRIES = 8  # to find one that is free, among thousands that may be in use
 
@@ -69,7 +69,7 @@ class BufferPool:
         """Memory for so many bytes, whatever they are now."""
         if size < _LARGE:
             return memoryview(bytearray(size))
-        return self.array((size,), np.dtype(np.uint8)).data
+        return self._memory(size)[:size].data
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """An array, whatever its values are now."""
@@ -78,9 +78,7 @@ class BufferPool:
             size *= n
         if size < _LARGE:
             return np.empty(shape, dtype)
-        memory = self._memory(size + _ALIGNMENT)
-        start = -memory.ctypes.data % _ALIGNMENT
-        return memory[start : start + size].view(dtype).reshape(shape)
+        return self._memory(size)[:size].view(dtype).reshape(shape)
 
     def _memory(self, size: int) -> np.ndarray[Any, Any]:
         size = -(-size // _PAGE) * _PAGE
@@ -90,7 +88,8 @@ class BufferPool:
             kept.rotate(-1)
             if not is_shared(kept, -1):
                 return kept[-1]
-        memory = np.empty(size, np.uint8)
+        # Pages begin where JAX takes memory without a copy.
+        memory: np.ndarray[Any, Any] = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         if size <= self._most:
             kept.append(memory)
             self._size += size

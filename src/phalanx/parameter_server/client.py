@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from phalanx.errors import InvalidValueError, PhalanxError, ServerStateLostError, UnavailableError
+from phalanx.errors import InvalidValueError, ServerStateLostError, UnavailableError
 from phalanx.parameter_server import wire
 from phalanx.parameter_server.buffers import BufferPool
+from phalanx.parameter_server.commits import Commits
 from phalanx.parameter_server.durability import Durability
+from phalanx.parameter_server.landing import LARGE, Room
 from phalanx.parameter_server.placing import by_server, home_of, variables_of
 from phalanx.parameter_server.recovery import verdict
 from phalanx.parameter_server.requests import (
@@ -28,7 +30,7 @@ from phalanx.parameter_server.requests import (
 from phalanx.parameter_server.server_link import ServerLink
 from phalanx.parameter_server.store import Outcome
 from phalanx.parameter_server.updates import checked, has_dtype
-from phalanx.parameter_server.wire import Kind
+from phalanx.parameter_server.wire import Kind, Where
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.host_memory import expect_input
 
@@ -38,21 +40,7 @@ _log = logging.getLogger("phalanx")
 
 Array = np.ndarray[Any, Any]
 
-_MOST_PENDING = 64  # requests to a server that wait for their answers before some are looked for
 _DELIVERIES = ("exactly_once", "at_least_once")
-
-
-@dataclass(eq=False)
-class _Push:
-    """A commit on its way."""
-
-    token: Token
-    then: Callable[[Commit], None]
-    staging: set[int] = field(default_factory=set)  # servers that have not answered in this phase
-    staged: list[int] = field(default_factory=list)
-    committing: int = 0
-    is_refused: bool = False
-    error: Exception | None = None
 
 
 class ServerConnections:
@@ -93,16 +81,16 @@ class ServerConnections:
             )
         self.runs = frozenset({run, *earlier})
         """The run, and those from whose checkpoints it goes on."""
-        self._remembers, self._arbiter = delivery == "exactly_once", arbiter
+        self._arbiter = arbiter
         self._pool = BufferPool()
         expect_input()
         self._known: dict[int, tuple[int, Array]] = {}  # variable -> its version and value
-        self._staging: dict[_Push, None] = {}  # pushes that have not been staged everywhere
         hello = {"run": run, "begin": begin, "resume": resume, "durability": vars(durability)}
         self._links = [
             ServerLink(address, key, {**hello, "index": i}, self._pool, timeout)
             for i, address in enumerate(addresses)
         ]
+        self._commits = Commits(self._links, delivery == "exactly_once", arbiter)
         try:
             for link in self._links:
                 link.connect()
@@ -153,7 +141,13 @@ class ServerConnections:
 
     def pull(self, reads: Sequence[Read]) -> list[Array]:
         """Read variables, with one round trip to all servers concerned at the same time."""
-        self._finish_staging()
+        while True:
+            shown = self._commits.shown()
+            found = self._pull(reads, [push.token for push in shown])
+            if not shown or self._commits.have_counted(shown):
+                return found
+
+    def _pull(self, reads: Sequence[Read], after: Sequence[Token]) -> list[Array]:
         parts: dict[int, list[int]] = {}
         for i, read in enumerate(reads):
             parts.setdefault(read.variable.server, []).append(i)
@@ -161,28 +155,49 @@ class ServerConnections:
             self._known.get(variable.id, _UNKNOWN) if rows is None else _UNKNOWN
             for variable, rows in reads
         ]
+        rooms = [
+            None if rows is not None else self._room(variable, version)
+            for (variable, rows), (version, _) in zip(reads, known, strict=True)
+        ]
         answers: dict[int, Any] = {}
         for server, part in parts.items():
-            request = wire.pull([(reads[i], known[i][0]) for i in part])
-            self._links[server].ask(request, lambda answer, s=server: answers.__setitem__(s, answer))  # type: ignore[misc]
-        self._flush()
+            link = self._links[server]
+            for i in part:
+                if (room := rooms[i]) is not None and not link.has(room):
+                    rooms[i] = None
+            asked = [(reads[i], known[i][0], -1 if (r := rooms[i]) is None else r.place) for i in part]
+            link.ask(wire.pull(asked, after), partial(answers.__setitem__, server))
+        self._commits.flush()
         found: list[Any] = [None] * len(reads)
         for server, part in parts.items():
             while server not in answers:
                 self._links[server].answer()
             wire.read_outcome(answers[server])
-            for i, (version, buffer) in zip(part, wire.read_pulled(answers[server]), strict=True):
-                found[i] = known[i][1] if buffer is None else self._array(reads[i], version, buffer)
+            values = wire.read_pulled(answers[server])
+            for i, (version, where, buffer) in zip(part, values, strict=True):
+                if where is Where.KNOWN:
+                    found[i] = known[i][1]
+                elif where is Where.LANDED and (room := rooms[i]) is not None:
+                    found[i] = self._array(reads[i], version, room.memory)
+                else:
+                    found[i] = self._array(reads[i], version, buffer)
         return found
+
+    def _room(self, variable: VariableDefinition, known: int) -> Room | None:
+        """Where a large value can be written, if it is one that was read before and has changed."""
+        if not known:
+            return None
+        size = self._known[variable.id][1].nbytes
+        return self._links[variable.server].room(size) if size >= LARGE else None
 
     def preview(self, updates: Sequence[Update]) -> list[Array]:
         """What variables would hold after updates, which are not made."""
-        self._finish_staging()
+        self._commits.finish_staging()
         parts = by_server(map(checked, updates))
         requests = {s: wire.push(Kind.PREVIEW, Token(0), part) for s, part in parts.items()}
         found = {s: iter(wire.read_pulled(answer)) for s, answer in self._answers(requests).items()}
         return [
-            wire.array_of(next(found[v.server])[1], np.dtype(v.dtype), v.shape)
+            wire.array_of(next(found[v.server])[2], np.dtype(v.dtype), v.shape)
             for v in variables_of(updates)
         ]
 
@@ -192,6 +207,7 @@ class ServerConnections:
         array = wire.array_of(buffer, np.dtype(variable.dtype), shape)
         if rows is None:
             array.setflags(write=False)  # it may be given again
+        if rows is None and version:  # else it is what only this task sees
             self._known[variable.id] = (version, array)
         return array
 
@@ -210,28 +226,23 @@ class ServerConnections:
         return results[0]
 
     def push_later(
-        self, token: Token, updates: Sequence[Update], value: bytes, then: Callable[[Commit], None]
+        self,
+        token: Token,
+        updates: Sequence[Update],
+        value: bytes,
+        then: Callable[[Commit], None],
+        hold: bool = False,
     ) -> None:
-        """As `push`, but return at once; `collect` calls `then`. Later pulls see the updates."""
-        parts = by_server(map(checked, updates))
-        push = _Push(token, then)
-        if not self._remembers:
-            self._finish(push, {s: wire.push(Kind.APPLY, token, part) for s, part in parts.items()})
-            return
-        home = home_of(token, len(self._links), parts, self._arbiter and bool(parts))
-        final = {} if home is None else {home: wire.push(Kind.PUSH, token, parts.get(home, []), value)}
-        push.staged = [server for server in parts if server != home]
-        for server in push.staged:
-            push.staging.add(server)
-            final[server] = [wire.about(Kind.COMMIT, token)]
-        if not push.staging:
-            self._finish(push, final)
-            return
-        self._staging[push] = None
-        for server in push.staged:
-            request = wire.push(Kind.STAGE, token, parts[server], value)
-            self._links[server].ask(request, self._on_staged(push, server, home, final))
-        self._look()
+        """As `push`, but return at once; `collect` calls `then`. Later pulls see the updates.
+
+        Args:
+            token: the closure, and the attempt.
+            updates: in the order in which they are made; none for a closure that only reads.
+            value: what the closure returns.
+            then: called when it is known whether the updates, and what the closure has read, count.
+            hold: whether a pull follows soon, with which the updates can be sent.
+        """
+        self._commits.push(token, updates, value, then, hold)
 
     def collect(self, wait: bool = False) -> None:
         """Call `then` of the pushes that are done; if `wait`, of all of them."""
@@ -239,7 +250,7 @@ class ServerConnections:
             for link in self._links:
                 while link.pending and link.poll():
                     pass
-            self._flush()
+            self._commits.flush()
             return
         while any(link.pending for link in self._links):
             for link in self._links:
@@ -247,84 +258,14 @@ class ServerConnections:
                     link.answer()
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether something was read of which it is not known yet whether it counts."""
+        return self._commits.is_ahead
+
+    @property
     def pending(self) -> int:
         """How many requests have no answer yet."""
         return sum(len(link.pending) for link in self._links)
-
-    def _on_staged(
-        self, push: _Push, server: int, home: int | None, final: dict[int, list[Any]]
-    ) -> Callable[[Any], None]:
-        def then(answer: Any) -> None:
-            _note(push, answer)
-            push.staging.discard(server)
-            if push.staging:
-                return
-            self._staging.pop(push, None)
-            if push.is_refused:
-                self._drop(push)
-            elif home is None:
-                self._finish(push, final, hold=True)
-            else:
-                self._decide(push, home, final)
-
-        return then
-
-    def _decide(self, push: _Push, home: int, final: dict[int, list[Any]]) -> None:
-        """Let the arbiter take or refuse the attempt; the other servers follow."""
-        self._staging[push] = None
-
-        def then(answer: Any) -> None:
-            _note(push, answer)
-            self._staging.pop(push, None)
-            if push.is_refused:
-                self._drop(push)
-            else:
-                self._finish(push, final, hold=True)
-
-        push.staging.add(home)
-        self._links[home].ask(final.pop(home), then)
-
-    def _finish(self, push: _Push, requests: dict[int, list[Any]], *, hold: bool = False) -> None:
-        """Send what commits, now or with what comes next, which is not far."""
-        push.committing = len(requests)
-
-        def then(answer: Any) -> None:
-            _note(push, answer)
-            push.committing -= 1
-            if not push.committing:
-                push.then(Commit(not push.is_refused, push.error))
-
-        for server, request in requests.items():
-            self._links[server].ask(request, then, hold=hold)
-        if not requests:
-            push.then(Commit(not push.is_refused, push.error))
-        self._look()
-
-    def _drop(self, push: _Push) -> None:
-        """An attempt is refused: nothing of it stays."""
-        for server in push.staged:
-            self._links[server].ask([wire.about(Kind.DROP, push.token)], lambda _: None)
-        push.then(Commit(False, push.error))
-
-    def _finish_staging(self) -> None:
-        """Let all commits be on their way, so that what follows sees them."""
-        while self._staging:
-            push = next(iter(self._staging))
-            self._links[next(iter(push.staging))].answer()
-
-    def _look(self) -> None:
-        """Take answers, before too many of them wait."""
-        for link in self._links:
-            if len(link.pending) > _MOST_PENDING:
-                while link.pending and link.poll():
-                    pass
-                while len(link.pending) > 4 * _MOST_PENDING:
-                    link.answer()
-                self._flush()
-
-    def _flush(self) -> None:
-        for link in self._links:
-            link.flush()
 
     # -- for the coordinator -------------------------------------------------------------------------
 
@@ -344,7 +285,7 @@ class ServerConnections:
         """Closures with smaller numbers are done: no task asks for them, or tries them, again."""
         for link in self._links:
             link.ask([wire.number(Kind.FORGET, below)], lambda _: None)
-        self._look()
+        self._commits.look()
 
     def status(self) -> list[dict[str, Any]]:
         """What each server holds and has done."""
@@ -384,7 +325,7 @@ class ServerConnections:
         """Ask servers at the same time; an error of any of them is raised."""
         answers: dict[int, Any] = {}
         for server, buffers in requests.items():
-            self._links[server].ask(buffers, lambda answer, s=server: answers.__setitem__(s, answer))  # type: ignore[misc]
+            self._links[server].ask(buffers, partial(answers.__setitem__, server))
         for server in requests:
             while server not in answers:
                 self._links[server].answer()
@@ -399,10 +340,3 @@ _UNKNOWN: tuple[int, Any] = (0, None)
 def _once(fields: dict[str, Any]) -> list[Any]:
     """A request to save or load, of which servers ignore late copies."""
     return wire.with_fields(Kind.SAVE, {**fields, "once": secrets.token_hex(8)})
-
-
-def _note(push: _Push, answer: Any) -> None:
-    try:
-        push.is_refused |= wire.read_outcome(answer) is Outcome.REFUSED
-    except PhalanxError as error:
-        push.error, push.is_refused = error, True

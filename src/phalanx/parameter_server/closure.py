@@ -114,5 +114,5 @@ def _update(variable: Any, change: Change) -> Update:
     if values.dtype != variable.dtype:
         values = values.astype(variable.dtype)
     indices, exist = existing_rows(indices, variable.shape[0])
-    values = values if exist is None else values[exist]
+    values = values if exist is None else values.take(exist, axis=0)
     return Update(variable.definition, method, values, indices, optimizer)

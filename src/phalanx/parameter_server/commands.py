@@ -6,32 +6,48 @@ make a store again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx.errors import PhalanxError
 from phalanx.net.framing import ProtocolError
 from phalanx.parameter_server import wire
+from phalanx.parameter_server.landing import put
 from phalanx.parameter_server.requests import VariableDefinition
 from phalanx.parameter_server.store import Outcome, Store
-from phalanx.parameter_server.wire import Buffers, Kind
+from phalanx.parameter_server.wire import Buffers, Kind, Where
 
 __all__ = ["Answer", "perform"]
 
 
 class Answer(NamedTuple):
-    """What a server answers, and whether the request has changed what it holds."""
+    """What a server answers.
+
+    Args:
+        buffers: the answer.
+        has_changed: whether the request has changed what the server holds.
+        landed: bytes that were written into memory of the peer.
+    """
 
     buffers: list[Any]
     has_changed: bool = False
+    landed: int = 0
 
 
-def perform(store: Store, buffers: Buffers) -> Answer:
-    """Do what is asked for. What makes no sense is answered with an error and changes nothing."""
-    kind = wire.kind_of(buffers)
-    command = _COMMANDS.get(kind)
+def perform(store: Store, buffers: Buffers, landing: memoryview | None = None) -> Answer:
+    """Do what is asked for. What makes no sense is answered with an error and changes nothing.
+
+    Args:
+        store: what is held.
+        buffers: the request.
+        landing: memory of the peer, where it may want values that it reads.
+    """
+    command = _COMMANDS.get(wire.kind_of(buffers))
     if command is None:
-        raise ProtocolError(f"A store cannot do this: {kind.name}")
+        raise ProtocolError(f"A store cannot do this: {wire.kind_of(buffers)}")
     try:
+        if command is _pull:
+            return _pull(store, buffers, landing)
         return command(store, buffers)
     except ProtocolError:
         raise
@@ -71,19 +87,31 @@ def _free(store: Store, buffers: Buffers) -> Answer:
     return _done(store.free(*wire.read_free(buffers)))
 
 
-def _pull(store: Store, buffers: Buffers) -> Answer:
-    values: list[tuple[int, Any | None]] = []
-    for variable, known, rows in wire.read_pull(buffers):
+def _pull(store: Store, buffers: Buffers, landing: memoryview | None = None) -> Answer:
+    values: list[tuple[int, Where, Any]] = []
+    wanted, after = wire.read_pull(buffers)
+    changes = store.staged_by(after) if after else {}
+    landed = 0
+    for variable, known, rows, place in wanted:
         held = store.held(variable)
-        if rows is not None:
-            version, found = store.rows(variable, rows)
-            values.append((version, wire.bytes_of(found)))
-        elif known == held.version:
-            values.append((known, None))
+        version = held.version
+        if variable in changes:
+            version, value = 0, store.after(changes[variable], variable, rows)
+        elif rows is not None:
+            value = wire.bytes_of(store.rows(variable, rows))
+        elif known == version:
+            values.append((version, Where.KNOWN, None))
+            continue
         else:
-            values.append((held.version, held.lend()))
+            value = held.lend()
+        if place < 0 or landing is None:
+            values.append((version, Where.HERE, value))
+        else:
+            put(value, landing, place)
+            landed += len(value)
+            values.append((version, Where.LANDED, None))
     store.counts["pulls"] += 1
-    return Answer(wire.pulled(values))
+    return Answer(wire.pulled(values), landed=landed)
 
 
 def _apply(store: Store, buffers: Buffers) -> Answer:
@@ -94,7 +122,8 @@ def _apply(store: Store, buffers: Buffers) -> Answer:
 
 def _preview(store: Store, buffers: Buffers) -> Answer:
     _, updates, _ = wire.read_push(buffers, _definition_of(store))
-    return Answer(wire.pulled([(0, wire.bytes_of(value)) for value in store.preview(updates)]))
+    values = [(0, Where.HERE, wire.bytes_of(value)) for value in store.preview(updates)]
+    return Answer(wire.pulled(values))
 
 
 def _push(store: Store, buffers: Buffers) -> Answer:
@@ -127,7 +156,7 @@ def _forget(store: Store, buffers: Buffers) -> Answer:
     return _done(store.forget(wire.read_number(buffers)))
 
 
-_COMMANDS = {
+_COMMANDS: dict[int, Callable[[Store, Buffers], Answer]] = {
     Kind.CREATE: _create,
     Kind.OPTIMIZER: _optimizer,
     Kind.PULL: _pull,

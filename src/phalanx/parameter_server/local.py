@@ -85,7 +85,7 @@ class LocalServers:
         store = self.stores[variable.server]
         store.counts["pulls"] += 1
         if rows is not None:
-            return store.rows(variable.id, np.asarray(rows))[1]
+            return store.rows(variable.id, np.asarray(rows))
         return store.held(variable.id).value.copy()
 
     def preview(self, updates: Sequence[Update]) -> list[np.ndarray[Any, Any]]:
@@ -120,10 +120,18 @@ class LocalServers:
         return Commit(False)
 
     def push_later(
-        self, token: Token, updates: Sequence[Update], value: bytes, then: Callable[[Commit], None]
+        self,
+        token: Token,
+        updates: Sequence[Update],
+        value: bytes,
+        then: Callable[[Commit], None],
+        hold: bool = False,
     ) -> None:
         """As `push`, and call `then` at once."""
         then(self.push(token, updates, value))
+
+    is_ahead = False
+    """What was read counts."""
 
     def collect(self, wait: bool = False) -> None:
         """Nothing waits."""

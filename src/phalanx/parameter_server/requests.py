@@ -200,14 +200,30 @@ class PipelinedServers(Servers, Protocol):
         updates: Sequence[Update],
         value: bytes,
         then: Callable[[Commit], None],
+        hold: bool = False,
     ) -> None:
-        """As `push`, but return at once; `collect` calls `then`. Later pulls see the updates."""
+        """As `push`, but return at once; `collect` calls `then`. Later pulls see the updates.
+
+        Args:
+            token: the closure, and the attempt.
+            updates: in the order in which they are made; none for a closure that only reads.
+            value: what the closure returns.
+            then: called when it is known whether the updates, and what the closure has read, count.
+            hold: whether a pull follows soon, with which the updates can be sent.
+        """
 
     def collect(self, wait: bool = False) -> None:
         """Call `then` of the pushes that are done; if `wait`, of all of them."""
 
     def drop_known(self, variable: int) -> None:
         """A variable was freed: its value is not needed any more."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether something was read of which it is not known yet whether it counts.
+
+        A closure that only reads is then pushed too, without updates.
+        """
 
 
 class ManagedServers(PipelinedServers, Protocol):

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.errors import (
     DeadlineExceededError,
@@ -21,8 +21,10 @@ from phalanx.net.framing import Decoder, Message, ProtocolError
 from phalanx.net.stream import Stream
 from phalanx.parameter_server import wire
 from phalanx.parameter_server.buffers import BufferPool
-from phalanx.parameter_server.lane import Lane, offer
+from phalanx.parameter_server.landing import Landing, Room
+from phalanx.parameter_server.lane import Lane
 from phalanx.parameter_server.service import PURPOSE
+from phalanx.parameter_server.shared_memory import SharedMemory, offer
 from phalanx.parameter_server.wire import LIMITS, Kind
 
 __all__ = ["Refusal", "ServerLink", "greeted"]
@@ -31,11 +33,14 @@ _log = logging.getLogger("phalanx")
 
 _TRY = 4.5  # seconds for one try to reach a server, after which it is named
 _LARGE = 64 << 10  # bytes of a request that are worth a lane
+_MOST_HELD = 32  # requests of one message
 _PAUSE = 0.05  # seconds between tries to reach a server that is gone
 _LARGEST_NUMBER = 0xFFFFFFFF
 
+M = TypeVar("M", bound=SharedMemory)
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, slots=True)
 class ServerRequest:
     """What was asked of a server; kept until there is an answer."""
 
@@ -72,10 +77,13 @@ class ServerLink:
         self._key, self._hello, self._pool, self._timeout = key, hello, pool, timeout
         self._stream: Stream | None = None
         self._lane: Lane | None = None
-        self._may_have_lane = True
+        self._landing: Landing | None = None
+        self._may_have_lane = self._may_have_landing = True
         self._number = 0
         self.pending: deque[ServerRequest] = deque()
         """Requests without an answer."""
+        self._held: list[list[Any]] = []  # the last of them, which have not been sent
+        self._counts: deque[int] = deque()  # how many of them each message has that was sent
         self.bytes_in = self.bytes_out = 0
 
     def connect(self) -> None:
@@ -93,26 +101,25 @@ class ServerLink:
             size += len(buffer)
         if size >= _LARGE:
             buffers = self._laned(request)
+            hold = False  # the server may begin
         self.pending.append(request)
-        stream = self._stream
-        if stream is None:
+        if self._stream is None:
             self._reach()
             return
-        try:
-            stream.send(buffers, self._next_number(), self._timeout, hold=hold)
-        except DeadlineExceededError as error:
-            self._lose()
-            raise self._silent() from error
-        except OSError:
-            self._lose()
-            self._reach()
+        self._held.append(buffers)
+        if not hold or len(self._held) >= _MOST_HELD:
+            self.flush()
 
     def flush(self) -> None:
-        """Send what is held."""
-        if self._stream is None:
+        """Send what is held, as one message."""
+        held, stream = self._held, self._stream
+        if not held or stream is None:
             return
+        self._held = []
+        self._counts.append(len(held))
         try:
-            self._stream.flush(self._timeout)
+            buffers = held[0] if len(held) == 1 else wire.several(held)
+            stream.send(buffers, self._next_number(), self._timeout)
         except DeadlineExceededError as error:
             self._lose()
             raise self._silent() from error
@@ -162,15 +169,27 @@ class ServerLink:
     # -- inside ----------------------------------------------------------------------------------
 
     def _take(self, message: Message) -> None:
-        request = self.pending.popleft()
-        if request.mark and self._lane is not None:
-            self._lane.release(request.mark)
-        request.then(message.buffers)
+        """Give the answers of a message to those who have asked."""
+        count = self._counts.popleft()
+        answers = [message.buffers] if count == 1 else wire.read_several(message.buffers)
+        requests = [self.pending.popleft() for _ in answers]
+        for request in requests:
+            if request.mark and self._lane is not None:
+                self._lane.release(request.mark)
+        failure: Exception | None = None
+        for request, answer in zip(requests, answers, strict=True):
+            try:
+                request.then(answer)
+            except Exception as error:  # noqa: BLE001 - the others must hear of theirs
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _laned(self, request: ServerRequest) -> list[Any]:
         """What to send of a large request: where its arrays are, if the server can look there."""
         if self._lane is None and self._may_have_lane:
-            self._offer_lane()
+            self._may_have_lane = False
+            self._lane = self._offered(Lane, {})
         lane = self._lane
         if lane is None or not lane.fits(request.buffers):
             return request.buffers
@@ -183,29 +202,38 @@ class ServerLink:
         buffers, request.mark = placed
         return buffers
 
-    def _offer_lane(self) -> None:
+    def room(self, size: int) -> Room | None:
+        """Where the server can write a value of so many bytes, if it can."""
+        if self._landing is None and self._may_have_landing:
+            self._may_have_landing = False
+            self._landing = self._offered(Landing, {"landing": True})
+        return None if self._landing is None else self._landing.room(size)
+
+    def has(self, room: Room) -> bool:
+        """Whether room is of the present connection."""
+        return room.landing is self._landing
+
+    def _offered(self, make: Callable[[], M], fields: dict[str, Any]) -> M | None:
         """Let the server open memory of this process; it is no mistake if it cannot."""
-        self._may_have_lane = False
         stream = self._stream
         if stream is None or stream.socket.family != socket.AF_UNIX:
-            return
-        lane = offer()
-        if lane is None:
-            return
+            return None
+        memory = offer(make)
+        if memory is None:
+            return None
         answers: list[Any] = []
         try:
-            self.ask(wire.with_fields(Kind.LANE, lane.description), answers.append)
+            self.ask(wire.with_fields(Kind.LANE, {**memory.description, **fields}), answers.append)
             while not answers:
                 self.answer()
             wire.read_outcome(answers[0])
         except UnavailableError:
             if not answers:  # the server is gone
                 raise
-        else:
-            if self._stream is stream:
-                self._lane = lane
+            return None
         finally:
-            lane.close_descriptor()
+            memory.close_descriptor()
+        return memory if self._stream is stream else None
 
     def _next_number(self) -> int:
         self._number = self._number % _LARGEST_NUMBER + 1
@@ -213,8 +241,9 @@ class ServerLink:
 
     def _lose(self) -> None:
         stream, self._stream = self._stream, None
-        self._lane = None  # as many as there are connections
-        self._may_have_lane = True
+        self._lane = self._landing = None  # as many as there are connections
+        self._may_have_lane = self._may_have_landing = True
+        self._held = []
         for request in self.pending:
             request.mark = 0
         if stream is not None:
@@ -231,6 +260,7 @@ class ServerLink:
                 stream = self._greet(min(left, _TRY))
                 for request in self.pending:
                     stream.send(request.buffers, self._next_number(), left)
+                self._counts = deque([1] * len(self.pending))
             except Refusal as refusal:
                 raise refusal.error from None
             except (UnauthenticatedError, ProtocolError):

@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ from phalanx.parameter_server import wire
 from phalanx.parameter_server.buffers import BufferPool
 from phalanx.parameter_server.commands import perform
 from phalanx.parameter_server.durability import Durability, Keeper, fresh_store
-from phalanx.parameter_server.lane import LANED, open_lane, restored
+from phalanx.parameter_server.lane import LANED, restored
 from phalanx.parameter_server.requests import VariableDefinition
+from phalanx.parameter_server.shared_memory import open_shared
 from phalanx.parameter_server.snapshots import load_snapshot, records_of, write_snapshot
 from phalanx.parameter_server.store import Outcome, Store
 from phalanx.parameter_server.wire import LIMITS, Kind
@@ -68,6 +70,7 @@ class _Session:
     connection: Connection
     run: _Run | None = None
     lane: memoryview | None = None
+    landing: memoryview | None = None
     challenge: str = ""  # what it must repeat to begin a run
 
 
@@ -128,25 +131,41 @@ class ParameterService:
         buffers, number = message.buffers, message.number
         if not buffers:
             raise ProtocolError("A peer sent a message without a request.")
-        if buffers[0] and buffers[0][0] == LANED:
-            buffers = restored(buffers, session.lane)
-            if wire.kind_of(buffers) not in _READ_IN_PLACE:
-                buffers = [self._copied(b) for b in buffers]
+        if wire.kind_of(buffers) == Kind.SEVERAL:
+            done = [self._do(session, request) for request in wire.read_several(buffers)]
+            answer = wire.several([part for part, _ in done])
+            must_sync = any(sync for _, sync in done)
+        else:
+            answer, must_sync = self._do(session, buffers)
+        if must_sync:
+            if not self._late:
+                self._loop.call_soon(self._sync)
+            self._late.append((session.connection, answer, number))
+        else:
+            self._answer(session.connection, answer, number)
+
+    def _do(self, session: _Session, buffers: Sequence[Any]) -> tuple[list[Any], bool]:
+        """Do what a request asks for; returns the answer, and whether it must wait for the disk."""
         kind = wire.kind_of(buffers)
+        if kind == LANED:
+            buffers = restored(buffers, session.lane)
+            kind = wire.kind_of(buffers)
+            if kind not in _READ_IN_PLACE:
+                buffers = [self._copied(b) for b in buffers]
         run = session.run
         self._counts["bytes_in"] += sum(map(len, buffers))
         if kind in _ADMINISTRATION:
             try:
-                answer = getattr(self, _ADMINISTRATION[kind])(session, buffers)
+                answer: list[Any] = getattr(self, _ADMINISTRATION[kind])(session, buffers)
             except ProtocolError:
                 raise
             except PhalanxError as error:
                 answer = wire.failed(error)
-            self._answer(session.connection, answer, number)
-            return
+            return answer, False
         if run is None or run is not self._run:
             raise ProtocolError("A peer takes part in no run of this server.")
-        answer, has_changed = perform(run.store, buffers)
+        answer, has_changed, landed = perform(run.store, buffers, session.landing)
+        self._counts["bytes_out"] += landed
         keeper = run.keeper
         if keeper is not None and has_changed:
             try:
@@ -154,12 +173,8 @@ class ParameterService:
             except PhalanxError:
                 self._end_run()  # the store is ahead of its log: begin again from the log
                 raise
-            if keeper.durability.sync:
-                if not self._late:
-                    self._loop.call_soon(self._sync)
-                self._late.append((session.connection, answer, number))
-                return
-        self._answer(session.connection, answer, number)
+            return answer, keeper.durability.sync
+        return answer, False
 
     def _copied(self, buffer: Any) -> Any:
         """What outlives the request must not stay where the peer writes the next one."""
@@ -272,7 +287,11 @@ class ParameterService:
         return wire.done(Outcome.DONE)
 
     def _open_lane(self, session: _Session, buffers: Any) -> list[Any]:
-        session.lane = open_lane(wire.fields_in(buffers))
+        fields = wire.fields_in(buffers)
+        if fields.get("landing"):
+            session.landing = open_shared(fields, writable=True)
+        else:
+            session.lane = open_shared(fields)
         return wire.done(Outcome.DONE)
 
     def _tell(self, session: _Session, buffers: Any) -> list[Any]:
@@ -352,7 +371,7 @@ def _form(definition: VariableDefinition) -> tuple[str, tuple[int, ...]]:
     return definition.dtype, tuple(definition.shape)
 
 
-_ADMINISTRATION = {
+_ADMINISTRATION: dict[int, str] = {
     Kind.HELLO: "_hello",
     Kind.STATUS: "_tell",
     Kind.SAVE: "_save",

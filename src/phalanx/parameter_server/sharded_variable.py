@@ -69,7 +69,8 @@ class ShardedVariable(OnePerProcess, Variable):
         self._strategy = strategy
         self._device = strategy.extended._replica_devices[0]  # where this process computes updates
         ends = np.cumsum([v.shape[0] for v in self._variables])
-        self._starts = [0, *ends[:-1].tolist()]
+        self._ends = ends
+        self._parts = list(zip(self._variables, [0, *ends[:-1].tolist()], strict=True))
 
     # -- description -----------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class ShardedVariable(OnePerProcess, Variable):
     @property
     def parts(self) -> Sequence[tuple[RemoteVariable, int]]:
         """The shards, and the index of the first row of each."""
-        return list(zip(self._variables, self._starts, strict=True))
+        return self._parts
 
     def __iter__(self) -> Iterator[Any]:
         """The shards, as in TensorFlow."""
@@ -147,15 +148,15 @@ class ShardedVariable(OnePerProcess, Variable):
     def row_reads(self, indices: Any, wanted: list[Read]) -> Join:
         """Add what to ask servers for; returns what makes the rows of the answers."""
         asked = np.asarray(indices)
-        owner = np.searchsorted(self._starts, asked, side="right") - 1
+        owner = self._ends.searchsorted(asked, side="right")
         places: list[tuple[Any, int]] = []
         for i, (shard, first) in enumerate(self.parts):
-            mine = np.flatnonzero(owner == i)
+            mine = (owner == i).nonzero()[0]
             if mine.size == asked.size:
                 return shard.row_reads(asked - first, wanted)
             if mine.size:
                 places.append((mine, len(wanted)))
-                wanted.append(Read(shard.definition, asked[mine] - first))
+                wanted.append(Read(shard.definition, asked.take(mine) - first))
         shape, dtype = (asked.size, *self.shape[1:]), self.dtype
 
         def join(answers: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

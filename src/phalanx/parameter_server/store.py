@@ -9,7 +9,7 @@ decides about them. What is applied anywhere is applied everywhere, else it is d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -19,9 +19,10 @@ import numpy as np
 
 from phalanx.errors import InvalidArgumentError, NotFoundError
 from phalanx.parameter_server.buffers import BufferPool, is_shared
+from phalanx.parameter_server.previews import Ready, read_rows, rows_after, value_after
 from phalanx.parameter_server.requests import OptimizerDefinition, Token, Update, VariableDefinition
 from phalanx.parameter_server.server_optimizer import ServerOptimizer, Slots
-from phalanx.parameter_server.updates import APPLY, apply_update, checked, has_dtype
+from phalanx.parameter_server.updates import APPLY, apply_update, are_rows, checked, has_dtype
 from phalanx.runtime.formatting import shown
 
 __all__ = ["Outcome", "Store", "Trace"]
@@ -31,6 +32,7 @@ Array = np.ndarray[Any, Any]
 _FEW = 256  # closures
 _MOST_OWN = 4096  # tokens of no closure that are remembered
 _MOST_FREED = 4096  # variables that were freed and are remembered
+_NOTHING: tuple[Sequence[Update], bytes] = ((), b"")
 
 
 class Outcome(Enum):
@@ -69,7 +71,7 @@ class Held:
     def lend(self) -> memoryview:
         """The bytes of the value. They stay as they are as long as anything refers to them."""
         if not self._lent:
-            self._lent = [self.value.reshape(-1).view(np.uint8)]
+            self._lent = [bytes_of(self.value)]
         return self._lent[0].data
 
     def room(self, pool: BufferPool) -> Array:
@@ -78,10 +80,10 @@ class Held:
             return self.value
         return pool.array(self.value.shape, self.value.dtype)
 
-    def put(self, value: Array, version: int) -> None:
-        """Replace the value."""
+    def put(self, value: Array, version: int, lent: Sequence[Array] = ()) -> None:
+        """Replace the value, by one whose bytes may have been lent before."""
         if value is not self.value:
-            self.value, self._lent = value, []
+            self.value, self._lent = value, list(lent)
         self.version = version
 
 
@@ -105,6 +107,7 @@ class Store:
         self.values: dict[int, bytes] = {}  # closure -> what it returned
         self.own: dict[int, int] = {}  # the same as `applied`, for updates of no closure
         self.staged: dict[Token, tuple[Sequence[Update], bytes]] = {}
+        self._ready: dict[Token, dict[int, Ready]] = {}  # what was computed already of what is staged
         self.fences: dict[int, set[int]] = {}  # closure -> attempts that are refused
         self.freed: dict[int, None] = {}  # variables that were freed; a late message holds none of them
         self.settled = 0  # closures with smaller numbers are done
@@ -183,26 +186,66 @@ class Store:
             )
         return found
 
-    def rows(self, variable: int, indices: Array) -> tuple[int, Array]:
-        """Some rows of a variable, copied, and the version of the variable."""
+    def rows(self, variable: int, indices: Array) -> Array:
+        """Some rows of a variable, copied."""
+        value = self._with_rows(variable, indices)
+        rows = self.pool.array((len(indices), *value.shape[1:]), value.dtype)
+        if len(indices):
+            np.take(value, indices, axis=0, out=rows, mode="clip")
+        return rows
+
+    def _with_rows(self, variable: int, indices: Array) -> Array:
+        """The value of a variable that has these rows."""
         held = self.held(variable)
         value = held.value
         count = len(value) if value.ndim else 0
-        if indices.ndim != 1 or (len(indices) and (indices.min() < 0 or indices.max() >= count)):
+        if indices.ndim != 1 or not are_rows(indices, count):
             raise InvalidArgumentError(
                 f"Variable {shown(held.definition.name)} has rows from 0 to {count - 1}. "
                 f"Received: {shown(indices)}"
             )
-        rows = self.pool.array((len(indices), *value.shape[1:]), value.dtype)
-        if len(indices):
-            np.take(value, indices, axis=0, out=rows, mode="clip")
-        return held.version, rows
+        return value
+
+    def staged_by(self, tokens: Sequence[Token]) -> dict[int, list[tuple[Token, Update]]]:
+        """What attempts have staged, for each variable. What counts by now is not among it."""
+        found: dict[int, list[tuple[Token, Update]]] = {}
+        for token in tokens:
+            for update in self.staged.get(token, _NOTHING)[0]:
+                found.setdefault(update.variable.id, []).append((token, update))
+        return found
+
+    def after(self, staged: Sequence[tuple[Token, Update]], variable: int, rows: Array | None) -> Any:
+        """The bytes of a variable, or of some of its rows, as staged updates of it will leave it."""
+        held, updates = self.held(variable), [update for _, update in staged]
+        if any(update.method == APPLY for update in updates):
+            [value] = self.preview(updates)
+            return bytes_of(value if rows is None else value[rows])
+        if rows is not None:
+            value = self._with_rows(variable, rows)
+            changed = rows_after(value, updates)
+            if changed is not None:
+                places, new = changed
+                self._get_ready(staged, variable, Ready(held.version, new, places))
+                return bytes_of(read_rows(value, rows, places, new))
+        new = value_after(held.value, updates, self.pool)
+        if rows is not None:
+            return bytes_of(new[rows])
+        lent = [bytes_of(new)]
+        self._get_ready(staged, variable, Ready(held.version, new, None, lent))
+        return lent[0].data
+
+    def _get_ready(self, staged: Sequence[tuple[Token, Update]], variable: int, ready: Ready) -> None:
+        """Remember what an attempt will make of a variable, unless it is not the only one."""
+        token = staged[0][0]
+        if staged[-1][0] == token:
+            self._ready.setdefault(token, {})[variable] = ready
 
     # -- commits -----------------------------------------------------------------------------------
 
     def apply(self, updates: Sequence[Update]) -> None:
         """Make updates, and remember nothing of whose they were."""
         self._apply(self.checked(updates))
+        self.counts["updates"] += len(updates)
 
     def preview(self, updates: Sequence[Update]) -> list[Array]:
         """What variables would hold after updates, each once, in the order of their first updates."""
@@ -250,6 +293,7 @@ class Store:
 
     def drop(self, token: Token) -> Outcome:
         """Forget what was staged."""
+        self._ready.pop(token, None)
         return Outcome.REPEATED if self.staged.pop(token, None) is None else Outcome.DONE
 
     def inquire(self, token: Token) -> tuple[Trace, bytes]:
@@ -280,7 +324,7 @@ class Store:
             for closure in [c for c in known if 0 <= c < below]:
                 del known[closure]
         for token in [t for t in self.staged if 0 <= t.closure < below]:
-            del self.staged[token]
+            self.drop(token)
         return Outcome.DONE
 
     def checked(self, updates: Sequence[Update]) -> list[Update]:
@@ -323,8 +367,28 @@ class Store:
             self.own[token.closure] = token.attempt
             if len(self.own) > _MOST_OWN:
                 del self.own[next(iter(self.own))]
-        self._apply(updates)
+        self.counts["updates"] += len(updates)
+        ready = self._ready.pop(token, None)
+        self._apply(updates if ready is None else self._put_ready(ready, updates))
         self.counts["commits"] += 1
+
+    def _put_ready(self, ready: Mapping[int, Ready], updates: Sequence[Update]) -> list[Update]:
+        """Put what is ready, where nothing has changed since; returns the updates that are left."""
+        done = set()
+        for variable, (version, value, places, lent) in ready.items():
+            held = self.variables[variable]
+            if held.version != version:
+                continue
+            done.add(variable)
+            if places is None:
+                held.put(value, self._next_version(), lent)
+                continue
+            new = held.room(self.pool)
+            if new is not held.value:
+                np.copyto(new, held.value)
+            new[places] = value
+            held.put(new, self._next_version())
+        return [update for update in updates if update.variable.id not in done]
 
     def _apply(self, updates: Sequence[Update]) -> None:
         last = len(updates) - 1
@@ -340,7 +404,6 @@ class Store:
                 new = held.room(self.pool)
                 apply_update(method, held.value, new, values, indices)
             held.put(new, self._next_version())
-        self.counts["updates"] += len(updates)
 
     def _next_version(self) -> int:
         self.version += 1
@@ -358,6 +421,11 @@ class Store:
             "staged": len(self.staged),
             "remembered": len(self.applied),
         }
+
+
+def bytes_of(array: Array) -> Array:
+    """The bytes of an array, not copied; also of dtypes that Python has no letters for."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def _is_whole(values: Array, definition: VariableDefinition) -> bool:

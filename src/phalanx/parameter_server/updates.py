@@ -97,7 +97,7 @@ def apply_update(method: str, old: Array, out: Array, values: Array, indices: Ar
             return
         if out is not old:
             np.copyto(out, old)
-        indices, values = _existing(indices, values, len(out))
+        indices, values = existing(indices, values, len(out))
         if method == "scatter_update":
             out[indices] = values
         elif method == "scatter_div":
@@ -105,27 +105,50 @@ def apply_update(method: str, old: Array, out: Array, values: Array, indices: Ar
         elif has_duplicates(indices):
             _SPARSE[method].at(out, indices, values)
         else:
-            out[indices] = _SPARSE[method](out[indices], values)
+            out[indices] = _SPARSE[method](out.take(indices, axis=0), values)
+
+
+def apply_to_all(method: str, rows: Array, values: Array) -> None:
+    """Change rows in place by a sparse update of each of them."""
+    with np.errstate(all="ignore"):
+        if method == "scatter_update":
+            np.copyto(rows, values)
+        elif method == "scatter_div":
+            _divide(rows, np.arange(len(rows)), values)
+        else:
+            _SPARSE[method](rows, values, out=rows)
 
 
 def has_duplicates(indices: Array) -> bool:
     """Whether an index occurs several times."""
-    ordered = np.sort(indices)
+    ordered = indices.copy()
+    ordered.sort()
     return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def existing_rows(indices: Array, count: int) -> tuple[Array, Array | None]:
-    """Indices from 0 on of rows that exist, and which those are; None for all of them."""
-    if not len(indices) or (indices.min() >= 0 and indices.max() < count):
+    """Indices from 0 on of rows that exist, and where those are; None for all of them."""
+    if are_rows(indices, count):
         return indices, None
     indices = np.where(indices < 0, indices + count, indices)
-    exist = (indices >= 0) & (indices < count)
-    return indices[exist], exist
+    exist = (_unsigned(indices) < count).nonzero()[0]
+    return indices.take(exist), exist
 
 
-def _existing(indices: Array, values: Array, count: int) -> tuple[Array, Array]:
+def are_rows(indices: Array, count: int) -> bool:
+    """Whether all indices are those of rows, from 0 on."""
+    return not len(indices) or bool(_unsigned(indices).max() < count)
+
+
+def _unsigned(indices: Array) -> Array:
+    """Integers of which negative ones have become larger than any index."""
+    return indices.view(f"u{indices.itemsize}") if indices.dtype.kind == "i" else indices
+
+
+def existing(indices: Array, values: Array, count: int) -> tuple[Array, Array]:
+    """The indices and the values of rows that exist."""
     indices, exist = existing_rows(indices, count)
-    return indices, values if exist is None else values[exist]
+    return indices, values if exist is None else values.take(exist, axis=0)
 
 
 def _divide(out: Array, indices: Array, values: Array) -> None:

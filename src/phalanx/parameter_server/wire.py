@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,10 @@ from phalanx.parameter_server.requests import (
     Update,
     VariableDefinition,
 )
-from phalanx.parameter_server.store import Outcome, Trace
+from phalanx.parameter_server.store import Outcome, Trace, bytes_of
 from phalanx.parameter_server.updates import METHODS
 
-__all__ = ["LIMITS", "Kind", "Wanted"]
+__all__ = ["LIMITS", "Kind", "Wanted", "Where", "bytes_of"]
 
 Array = np.ndarray[Any, Any]
 Buffers = Sequence[Any]
@@ -57,33 +57,34 @@ class Kind(IntEnum):
     LANE = 17
     FREE = 18
     FIND = 19
+    SEVERAL = 20
 
 
 _ERROR = 255  # in place of an outcome
 
+_OUTCOMES = {outcome.value: outcome for outcome in Outcome}
+_CODES = {outcome: bytes([outcome.value]) for outcome in Outcome}
+
 _KIND = struct.Struct("<B")
-_WANTED = struct.Struct("<qQB")  # variable, the version that is known, whether rows are named
-_GIVEN = struct.Struct("<QB")  # version, whether the value follows
+_PULL = struct.Struct("<BH")  # kind, how many attempts follow
+_WANTED = struct.Struct("<qQBq")  # variable, version that is known, whether rows are named, place
+_GIVEN = struct.Struct("<QB")  # version, where the value is
 _TOKEN = struct.Struct("<BqI")  # kind, closure, attempt
 _UPDATE = struct.Struct("<qBBBq")  # variable, method, whether there are indices, dimensions, optimizer
 _ATTEMPT = struct.Struct("<qI")
+_COUNT = struct.Struct("<H")
 _DECISION = struct.Struct("<qIB")
 _TRACE = struct.Struct("<BI")
 _NUMBER = struct.Struct("<Bq")
 _SAME = 255  # dimensions of an operand that has the shape of its variable
 
 
-def kind_of(buffers: Buffers) -> Kind:
-    """What a request asks for."""
+def kind_of(buffers: Buffers) -> int:
+    """What a request asks for: a `Kind`, or a number that there is not."""
     try:
-        return Kind(buffers[0][0])
-    except (IndexError, ValueError):
-        raise ProtocolError("A peer asked a parameter server for what there is not.") from None
-
-
-def bytes_of(array: Array) -> Any:
-    """The bytes of an array, not copied; also of dtypes that Python has no letters for."""
-    return array.reshape(-1).view(np.uint8)
+        return int(buffers[0][0])
+    except IndexError:
+        raise ProtocolError("A peer asked a parameter server for nothing.") from None
 
 
 def array_of(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
@@ -171,6 +172,30 @@ def read_free(buffers: Buffers) -> tuple[list[int], list[int]]:
     return variables, optimizers
 
 
+# -- several requests in one message, and their answers ------------------------------------------------
+
+
+def several(requests: Sequence[Buffers]) -> list[Any]:
+    """Requests, or answers, as one message: how many buffers each has, and all of these.
+
+    >>> read_several(several([[b"one"], [b"two", b"three"]]))
+    [[b'one'], [b'two', b'three']]
+    """
+    counts = struct.pack(f"<B{len(requests)}H", Kind.SEVERAL, *map(len, requests))
+    return [counts, *(buffer for request in requests for buffer in request)]
+
+
+def read_several(buffers: Buffers) -> list[list[Any]]:
+    """The requests, or answers, of a message."""
+    found, at = [], 1
+    for (count,) in _unpacked(_COUNT, buffers[0], 1):
+        found.append(list(buffers[at : at + count]))
+        at += count
+    if at != len(buffers) or not all(found):
+        raise ProtocolError("A peer sent several requests that do not fit their message.")
+    return found
+
+
 # -- reading -------------------------------------------------------------------------------------------
 
 
@@ -180,41 +205,72 @@ class Wanted(NamedTuple):
     variable: int
     known: int
     rows: Array | None
+    place: int
 
 
-def pull(reads: Sequence[tuple[Read, int]]) -> list[Any]:
-    """Read variables, unless a known version is the newest."""
-    packed, rows = [b"\x04"], []
-    for (variable, indices), known in reads:
-        packed.append(_WANTED.pack(variable.id, known, indices is not None))
+class Where(Enum):
+    """Where the value of a variable is that was read."""
+
+    KNOWN = 0  # to the task
+    HERE = 1  # in the answer
+    LANDED = 2  # where the task wants it
+
+
+def pull(reads: Sequence[tuple[Read, int, int]], after: Sequence[Token] = ()) -> list[Any]:
+    """Read variables, as they are after staged attempts.
+
+    Args:
+        reads: each with the version that is known, which is not sent again, and the place in the
+            landing where a value can be put, or -1.
+        after: attempts of the task itself.
+    """
+    packed, rows = [_PULL.pack(Kind.PULL, len(after)), *(_ATTEMPT.pack(*t) for t in after)], []
+    for (variable, indices), known, place in reads:
+        packed.append(_WANTED.pack(variable.id, known, indices is not None, place))
         if indices is not None:
             rows.append(bytes_of(np.ascontiguousarray(indices, np.int64)))
     return [b"".join(packed), *rows]
 
 
-def read_pull(buffers: Buffers) -> list[Wanted]:
-    """What is wanted."""
-    rows = iter(buffers[1:])
-    return [
-        Wanted(variable, known, _indices(_next(rows)) if has_rows else None)
-        for variable, known, has_rows in _unpacked(_WANTED, buffers[0], 1)
+def read_pull(buffers: Buffers) -> tuple[list[Wanted], list[Token]]:
+    """What is wanted, and after which attempts."""
+    packed, rows = buffers[0], iter(buffers[1:])
+    try:
+        at = _PULL.size + _PULL.unpack_from(packed)[1] * _ATTEMPT.size
+    except struct.error as error:
+        raise ProtocolError(f"A peer sent what cannot be read: {error}") from None
+    after = [Token(*found) for found in _unpacked(_ATTEMPT, packed[:at], _PULL.size)]
+    wanted = [
+        Wanted(variable, known, _indices(_next(rows)) if has_rows else None, place)
+        for variable, known, has_rows, place in _unpacked(_WANTED, packed, at)
     ]
+    return wanted, after
 
 
-def pulled(values: Sequence[tuple[int, Any | None]]) -> list[Any]:
-    """The answer: versions, and the bytes of what has changed."""
+def pulled(values: Sequence[tuple[int, Where, Any]]) -> list[Any]:
+    """The answer: versions, where the values are, and the bytes of those that are in it."""
     packed = [b"\x00"]
-    packed += [_GIVEN.pack(version, value is not None) for version, value in values]
-    return [b"".join(packed), *(value for _, value in values if value is not None)]
+    packed += [_GIVEN.pack(version, _WHERE[where]) for version, where, _ in values]
+    return [b"".join(packed), *(value for _, where, value in values if where is Where.HERE)]
 
 
-def read_pulled(buffers: Buffers) -> list[tuple[int, Any | None]]:
-    """Versions, and the bytes of what has changed."""
+def read_pulled(buffers: Buffers) -> list[tuple[int, Where, Any]]:
+    """Versions, where the values are, and the bytes of those that are in the answer."""
     values = iter(buffers[1:])
     return [
-        (version, _next(values) if is_new else None)
-        for version, is_new in _unpacked(_GIVEN, buffers[0], 1)
+        (version, Where.HERE, _next(values)) if where == 1 else (version, _place_of(where), None)
+        for version, where in _unpacked(_GIVEN, buffers[0], 1)
     ]
+
+
+def _place_of(number: int) -> Where:
+    try:
+        return Where(number)
+    except ValueError:
+        raise ProtocolError(f"A peer sent what cannot be read: {number}") from None
+
+
+_WHERE = {where: where.value for where in Where}
 
 
 # -- writing -------------------------------------------------------------------------------------------
@@ -333,7 +389,7 @@ def read_decide(buffers: Buffers) -> list[tuple[Token, bool]]:
 
 def done(outcome: Outcome) -> list[Any]:
     """The answer to a request that changes something."""
-    return [_KIND.pack(outcome.value)]
+    return [_CODES[outcome]]
 
 
 def told(fields: dict[str, Any]) -> list[Any]:
@@ -349,12 +405,12 @@ def failed(error: errors.PhalanxError) -> list[Any]:
 
 def read_outcome(buffers: Buffers) -> Outcome:
     """What a server did; its error is raised here."""
-    try:
-        code = buffers[0][0]
-        if code != _ERROR:
-            return Outcome(code)
-    except (IndexError, ValueError):
-        raise ProtocolError("A parameter server sent an answer that cannot be read.") from None
+    code = buffers[0][0] if buffers and len(buffers[0]) else -1
+    outcome = _OUTCOMES.get(code)
+    if outcome is not None:
+        return outcome
+    if code != _ERROR:
+        raise ProtocolError("A parameter server sent an answer that cannot be read.")
     fields = fields_in(buffers)
     kind = getattr(errors, str(fields.get("class")), None)
     if not (isinstance(kind, type) and issubclass(kind, errors.PhalanxError)):

@@ -401,6 +401,17 @@ def prepare_backend() -> None:
 _MOST_DEVICES = 1 << 16
 
 
+def compute_in_calling_threads() -> None:
+    """Let programs of one CPU device run in the thread that calls them.
+
+    For processes that wait for every result: handing a program over to another thread takes longer than
+    a small program. Nothing happens if devices have been used, or if the user has said what JAX shall
+    do.
+    """
+    if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
 def _kinds(device_type: Any) -> list[str]:
     every = device_type is None or (isinstance(device_type, str) and not device_type)
     return list(_KIND_TO_PLATFORM) if every else [_checked_kind(device_type)]
