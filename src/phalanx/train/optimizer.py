@@ -15,8 +15,9 @@ from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.options import VariableAggregation
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import MergePoint, ReplicaContext, meet
+from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.strategy import Strategy
-from phalanx.core.values import DistributedValues, Mirrored
+from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
 from phalanx.errors import (
     ContextError,
@@ -28,8 +29,11 @@ from phalanx.errors import (
 from phalanx.execution.gradients import value_and_grad
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.train.gradient_communication import GradientCommunication, dense
 from phalanx.train.precision import LossScale
 from phalanx.train.server_updates import ServerUpdates
+from phalanx.train.sharded_optimizer import ShardedUpdates
+from phalanx.train.sharding import OptimizerSharding, as_sharding
 
 _AGGREGATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN, None: None}
 
@@ -47,6 +51,9 @@ class Optimizer:
         aggregate: "sum" (divide losses by the global batch size), "mean" (divide by the local
             one), or None if gradients are already the same on all replicas.
         loss_scale: a `LossScale` if losses are multiplied by `scale_loss`, as float16 needs.
+        shard: what is divided over the replicas: "states", "gradients" (and states), "parameters" (and
+            both), or an `OptimizerSharding`. None: every replica keeps and does everything.
+        communication: a `GradientCommunication`; None lets the strategy choose.
 
     Examples:
         >>> import jax.numpy as jnp, optax, phalanx as px
@@ -67,6 +74,8 @@ class Optimizer:
         transform: optax.GradientTransformation,
         aggregate: str | None = "sum",
         loss_scale: LossScale | None = None,
+        shard: str | int | OptimizerSharding | None = None,
+        communication: GradientCommunication | None = None,
     ) -> None:
         if not hasattr(transform, "init") or not hasattr(transform, "update"):
             raise InvalidTypeError(
@@ -81,14 +90,22 @@ class Optimizer:
             raise InvalidTypeError(
                 f"loss_scale must be a px.train.LossScale or None. Received: {shown(loss_scale)}"
             )
+        if communication is not None and not isinstance(communication, GradientCommunication):
+            raise InvalidTypeError(
+                "communication must be a px.train.GradientCommunication or None. "
+                f"Received: {shown(communication)}"
+            )
         self.transform = transform
         self.loss_scale = loss_scale
+        self.shard = as_sharding(shard)
+        self.communication = communication or GradientCommunication()
         self._op = _AGGREGATIONS[aggregate]
         self._variables: list[Variable] = []
         self._state: Any = None
         self._iterations: Variable | None = None
         self._compile()
         self._servers: ServerUpdates | None = None
+        self._slices: ShardedUpdates | None = None
         strategy = ctx.get_strategy()
         if isinstance(strategy, ParameterServerStrategy):
             self._build_on_servers(strategy)
@@ -155,6 +172,10 @@ class Optimizer:
             )
             if self.loss_scale is not None:
                 self.loss_scale.build()
+            if self.shard is not None and strategy.num_replicas_in_sync > 1:
+                self._slices = ShardedUpdates(
+                    self.shard, strategy, listed, self._state, self.communication
+                )
         self._variables = listed
 
     def _build_on_servers(self, strategy: ParameterServerStrategy) -> None:
@@ -162,6 +183,11 @@ class Optimizer:
             raise UnsupportedError(
                 "A loss scale changes with all gradients of a step, which parameter servers do not see "
                 f"together. Use bfloat16, which needs none. Received: {shown(self.loss_scale)}"
+            )
+        if self.shard is not None:
+            raise UnsupportedError(
+                "Parameter servers keep the state of an optimizer themselves, each for its own "
+                f"variables. Leave out shard=…. Received: {shown(self.shard)}"
             )
         self._servers = ServerUpdates(self.transform, strategy)
         self._iterations = self._servers.iterations
@@ -258,9 +284,24 @@ class Optimizer:
 
     def _apply(self, strategy: Strategy, variables: list[Variable], gradients: Sequence[Any]) -> None:
         """The update, in cross-replica context."""
+        if self._slices is not None:
+            given = dict(zip(map(id, variables), gradients, strict=True))
+            more = [] if self.loss_scale is None else self.loss_scale.variables
+            update = self._update if self.loss_scale is None else self._update_scaled
+            self._slices.apply(strategy, self._op, given, update, more)
+        else:
+            self._apply_whole(strategy, variables, gradients)
+        self.iterations.assign_add(1)
+        if self.loss_scale is not None:
+            self.loss_scale.watch()
+
+    def _apply_whole(
+        self, strategy: Strategy, variables: list[Variable], gradients: Sequence[Any]
+    ) -> None:
+        """Every replica makes the whole update."""
         if self._op is not None:
             pairs = list(zip(gradients, variables, strict=True))
-            gradients = strategy.extended.batch_reduce_to(self._op, pairs)
+            gradients = self.communication.combined(strategy, self._op, pairs)
         by_variable = dict(zip(map(id, variables), gradients, strict=True))
         lead = variables[0]
 
@@ -269,15 +310,12 @@ class Optimizer:
             self._update_copy(given)
 
         strategy.extended.update(lead, on_copy, args=tuple(by_variable.values()))
-        self.iterations.assign_add(1)
-        if self.loss_scale is not None:
-            self.loss_scale.watch()
 
     def _update_copy(self, given: dict[int, Any]) -> None:
         """Update the copies of one device."""
         params = [v.value() for v in self._variables]
         grads = [
-            _dense(given[id(v)], p) if id(v) in given else jnp.zeros_like(p)
+            dense(given[id(v)], p) if id(v) in given else jnp.zeros_like(p)
             for v, p in zip(self._variables, params, strict=True)
         ]
         state = jax.tree.map(lambda v: v.value() if isinstance(v, Variable) else v, self._state)
@@ -362,6 +400,8 @@ def _described(variables: list[Variable]) -> str:
 def _present_value(variable: Variable) -> jax.Array:
     """What a variable really holds, also while a program is being traced."""
     held = variable._value
+    if isinstance(variable, SlicedVariable):  # by another optimizer
+        return variable.whole_of(held)
     return held.values[0] if isinstance(held, DistributedValues) else held
 
 
@@ -381,14 +421,6 @@ def _slot_name(names: Sequence[str], path: tuple[Any, ...], x: Any) -> str:
     belongs = isinstance(last, jax.tree_util.SequenceKey) and last.idx < len(names)
     owner = names[last.idx].removesuffix(":0") if belongs else "optimizer"  # type: ignore[union-attr]
     return f"{owner}/{roles[-1] if roles else 'slot'}"
-
-
-def _dense(gradient: Any, like: jax.Array) -> jax.Array:
-    if isinstance(gradient, Mirrored):
-        gradient = gradient.component(0)
-    if isinstance(gradient, IndexedSlices):
-        return jnp.zeros_like(like).at[gradient.indices].add(gradient.values)
-    return jnp.asarray(gradient)
 
 
 def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
