@@ -86,7 +86,7 @@ class CopiedVariable(Variable, DistributedValues):
         """The shape of what each replica holds."""
         return self.shape
 
-    def _distributed(self) -> Any:
+    def distributed(self) -> Any:
         """The value of the variable with a component for each replica."""
         return self._held()
 

@@ -29,6 +29,7 @@ class SlicedVariable(MirroredVariable):
 
     @property
     def part_shape(self) -> tuple[int, ...]:
+        """The shape of each slice."""
         return (self.slicing.length,)
 
     @property
@@ -43,7 +44,8 @@ class SlicedVariable(MirroredVariable):
         """The slice of the replica that runs the program; only in compiled runs."""
         held = self._held()
         if isinstance(held, SpmdPerReplica):
-            return held.component(0)  # type: ignore[no-any-return]
+            local: jax.Array = held.component(0)
+            return local
         return self.slicing.cut(self.whole_of(held), self._members.index())
 
     def set_local_slice(self, new: jax.Array) -> None:
@@ -84,7 +86,8 @@ class SlicedVariable(MirroredVariable):
             return self.slicing.join(jnp.concatenate(parts))
         return self.slicing.join(self._strategy.extended._gather(held, 0))
 
-    def _distributed(self) -> Mirrored:
+    def distributed(self) -> Mirrored:
+        """The value, joined for each replica."""
         held = self._held()
         whole, count = self.whole_of(held), self._members.count
         if compat.is_tracer(whole):

@@ -129,7 +129,7 @@ class Members:
 
     def extreme(self, x: jax.Array, largest: bool) -> jax.Array:
         """The largest or smallest element of all members of a group, at each place."""
-        choose = lax.pmax if largest else lax.pmin
+        choose: Any = lax.pmax if largest else lax.pmin
         found: jax.Array = choose(x, self.axis, axis_index_groups=self.groups)
         return self._agreed(found)
 

@@ -22,6 +22,7 @@ from phalanx.train.loop import LoopResults, loop
 from phalanx.train.metrics import Accuracy, Mean, Sum
 from phalanx.train.optimizer import Optimizer
 from phalanx.train.precision import LossScale, Policy
+from phalanx.train.replica_agreement import broadcast_parameters, repeated_loss
 from phalanx.train.sharding import OptimizerSharding
 from phalanx.train.snapshot import snapshot
 
@@ -49,10 +50,12 @@ __all__ = [
     "ServerDef",
     "Sum",
     "accumulate_gradients",
+    "broadcast_parameters",
     "checkpoints_iterator",
     "latest_checkpoint",
     "list_variables",
     "loop",
+    "repeated_loss",
     "snapshot",
 ]
 

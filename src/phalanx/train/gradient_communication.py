@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from phalanx.collectives import slices_in_programs, sums_in_programs
 from phalanx.collectives.packing import UNPACKED, Packing
@@ -17,9 +19,10 @@ from phalanx.core.reduction import ReduceOp
 from phalanx.core.slicing import Members
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
-from phalanx.core.values import Mirrored, ReplicaValues
+from phalanx.core.values import Mirrored, PerReplica, ReplicaValues
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.placement import REPLICA_AXIS
 
 __all__ = ["GradientCommunication", "dense"]
 
@@ -41,18 +44,24 @@ class GradientCommunication:
         reduce_scatter: the same for gradients that are summed in slices.
         all_gather: the same for parameters that are joined from slices.
         float32: whether to sum gradients of 16 bits in float32.
+        local_norms: called in each step for each gradient and replica, before anything is combined,
+            with the name of the variable, the number of the replica, and the Euclidean norm of its
+            gradient. MindSpore's `dump_local_norm` prints or saves it. It may be called in any order
+            and from another thread, and must not use JAX.
     """
 
     all_reduce: Packing | None = None
     reduce_scatter: Packing = _USUAL
     all_gather: Packing = _USUAL
     float32: bool = False
+    local_norms: Callable[[str, int, float], None] | None = None
 
     @staticmethod
     def from_options(
         comm_fusion: Mapping[str, Any] | None = None,
         all_reduce_fusion_config: Sequence[int] = (),
         float32: bool = False,
+        local_norms: Callable[[str, int, float], None] | None = None,
     ) -> GradientCommunication:
         """What MindSpore's options say.
 
@@ -62,6 +71,7 @@ class GradientCommunication:
                 begins another pack after each gradient whose number is in `config`.
             all_reduce_fusion_config: such numbers, which count for `allreduce` in any mode.
             float32: `gradient_fp32_sync` or `force_fp32_communication`.
+            local_norms: what `dump_local_norm` calls.
 
         Examples:
             >>> fusion = {"allreduce": {"mode": "size", "config": 2}}
@@ -70,7 +80,7 @@ class GradientCommunication:
         """
         fusion = dict(comm_fusion or {})
         if fusion.get("openstate") is False:
-            return GradientCommunication(UNPACKED, UNPACKED, UNPACKED, float32)
+            return GradientCommunication(UNPACKED, UNPACKED, UNPACKED, float32, local_norms)
         indices = tuple(all_reduce_fusion_config)
         reduce = Packing(ends=indices) if indices else _packing(fusion.get("allreduce"), True)
         return GradientCommunication(
@@ -78,7 +88,25 @@ class GradientCommunication:
             _packing(fusion.get("reducescatter"), False) or _USUAL,
             _packing(fusion.get("allgather"), False) or _USUAL,
             float32,
+            local_norms,
         )
+
+    def tell_norms(
+        self, strategy: Strategy, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
+        """Call `local_norms`; in cross-replica context."""
+        tell = self.local_norms
+        if tell is None:
+            return
+        for gradient, variable in zip(gradients, variables, strict=True):
+            name = variable.name
+            if isinstance(gradient, SpmdPerReplica):
+                here, norm = lax.axis_index(REPLICA_AXIS), _norm(gradient.component(0), variable)
+                jax.debug.callback(functools.partial(_told, tell, name), here, norm)
+            elif isinstance(gradient, PerReplica):
+                first = strategy.extended._first_replica
+                for i, x in enumerate(gradient.values):
+                    tell(name, first + i, float(_norm(x, variable)))
 
     def combined(self, strategy: Strategy, op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         """Combine gradients, each for a variable, over all replicas; in cross-replica context."""
@@ -140,6 +168,14 @@ def _packing(chosen: Any, may_index: bool) -> Packing | None:
         )
     megabytes = AUTO_MEGABYTES if mode == "auto" else config
     return Packing(bytes_per_pack=megabytes << 20) if megabytes else UNPACKED
+
+
+def _norm(gradient: Any, variable: Any) -> jax.Array:
+    return jnp.linalg.norm(dense(gradient, variable).astype(jnp.float32).reshape(-1))
+
+
+def _told(tell: Callable[[str, int, float], None], name: str, replica: Any, norm: Any) -> None:
+    tell(name, int(replica), float(norm))
 
 
 def _is_local_array(x: Any) -> bool:

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import optax
 
 from phalanx.core import context as ctx, transactions
-from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.options import VariableAggregation
 from phalanx.core.reduction import ReduceOp
-from phalanx.core.replica_context import MergePoint, ReplicaContext, meet
+from phalanx.core.replica_context import MergePoint, ReplicaContext, is_compiled, meet
 from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import DistributedValues
@@ -29,7 +28,9 @@ from phalanx.errors import (
 from phalanx.execution.gradients import value_and_grad
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.train.accumulate import accumulated
 from phalanx.train.gradient_communication import GradientCommunication, dense
+from phalanx.train.optimizer_arguments import checked_pairs, checked_variables
 from phalanx.train.precision import LossScale
 from phalanx.train.server_updates import ServerUpdates
 from phalanx.train.sharded_optimizer import ShardedUpdates
@@ -147,9 +148,17 @@ class Optimizer:
         """
         return [self.iterations, *(v for v in jax.tree.leaves(self._state) if isinstance(v, Variable))]
 
+    @property
+    def gathered(self) -> list[str]:
+        """For which operations of the transformation the last program had to gather whole arrays.
+
+        Empty without `shard`, and for transformations of single elements and norms, which need none.
+        """
+        return [] if self._slices is None else list(self._slices.gathered)
+
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the state for a list of variables, under the strategy that made them."""
-        listed = _checked_variables(variables)
+        listed = checked_variables(variables)
         if self._iterations is not None:
             return
         strategy = listed[0].distribute_strategy or ctx.default_mode().strategy
@@ -203,21 +212,26 @@ class Optimizer:
             grads_and_vars: pairs of a gradient and its variable, as from ``zip``. Gradients may be
                 `px.IndexedSlices`.
         """
-        pairs = [(g, v) for g, v in _checked_pairs(grads_and_vars) if g is not None]
+        pairs = [(g, v) for g, v in checked_pairs(grads_and_vars) if g is not None]
         if not pairs:
             raise InvalidValueError("There is no gradient: all of them are None. Received: no pairs")
-        variables = _checked_variables([v for _, v in pairs])
+        variables = checked_variables([v for _, v in pairs])
         context = ctx.get_replica_context()
         if context is None:
             raise NoReplicaContextError(
                 "apply_gradients combines the gradients of replicas; call it in the function that is "
                 "given to Strategy.run, not in the strategy's scope."
             )
-        strategy = context.strategy
         gradients = tuple(g for g, _ in pairs)
         if isinstance(variables[0].distribute_strategy, ParameterServerStrategy):
             self._push(context, variables[0].distribute_strategy, variables, gradients)
             return
+        self._prepare(context, variables)
+        self._meet_to_apply(context, variables, gradients)
+
+    def _prepare(self, context: ReplicaContext, variables: list[Variable]) -> None:
+        """Check variables, and make the state if there is none yet."""
+        strategy = context.strategy
         self._check_place(strategy, variables)
         for v in variables:
             strategy.extended._require_own(v, "apply_gradients")
@@ -228,6 +242,9 @@ class Optimizer:
             )
         self._check_known(variables)
 
+    def _meet_to_apply(
+        self, context: ReplicaContext, variables: list[Variable], gradients: tuple[Any, ...]
+    ) -> None:
         def apply(strategy: Strategy, *gradients: Any) -> None:
             transactions.atomically(self._apply, strategy, variables, gradients)
 
@@ -278,12 +295,58 @@ class Optimizer:
         self.apply_gradients(zip(gradients, variables, strict=True))
         return value / scale
 
+    def minimize_in_pieces(
+        self,
+        loss_fn: Callable[..., Any],
+        variables: Sequence[Variable],
+        batch: Any,
+        micro_batches: int,
+    ) -> Any:
+        """As `minimize`, with gradients added up over pieces of a batch, which need less memory.
+
+        Where the optimizer divides gradients over replicas, each piece's are summed over them at once,
+        and a replica adds up its slices only; see `OptimizerSharding.accumulate`. Call it in the
+        function given to `Strategy.run`.
+
+        Args:
+            loss_fn: as for `accumulate_gradients`: takes a piece of the batch.
+            variables: a list of variables.
+            batch: arrays with the examples of this replica along their leading dimension.
+            micro_batches: how many pieces.
+
+        Returns:
+            The sum of the losses of all pieces.
+        """
+        context = ctx.get_replica_context()
+        if context is None:
+            raise NoReplicaContextError(
+                "minimize_in_pieces combines the gradients of replicas; call it in the function that "
+                "is given to Strategy.run, not in the strategy's scope."
+            )
+        listed = checked_variables(variables)
+        scaled = value_and_grad(lambda *parts: self.scale_loss(loss_fn(*parts)), listed)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        slices = None
+        divides = self.shard is not None and self.shard.accumulates_slices and self._op is not None
+        if divides and is_compiled(context):
+            self._prepare(context, listed)
+            slices = self._slices
+        if slices is None:
+            value, gradients = accumulated(scaled, batch, micro_batches)
+            self.apply_gradients(zip(gradients, listed, strict=True))
+        else:
+            each = functools.partial(slices.local_sums, self._op, listed)
+            value, gradients = accumulated(scaled, batch, micro_batches, each)
+            self._meet_to_apply(context, listed, tuple(slices.as_slices(listed, gradients)))
+        return value / scale
+
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the loss scale; `apply_gradients` divides it out again."""
         return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     def _apply(self, strategy: Strategy, variables: list[Variable], gradients: Sequence[Any]) -> None:
         """The update, in cross-replica context."""
+        self.communication.tell_norms(strategy, gradients, variables)
         if self._slices is not None:
             given = dict(zip(map(id, variables), gradients, strict=True))
             more = [] if self.loss_scale is None else self.loss_scale.variables
@@ -421,37 +484,3 @@ def _slot_name(names: Sequence[str], path: tuple[Any, ...], x: Any) -> str:
     belongs = isinstance(last, jax.tree_util.SequenceKey) and last.idx < len(names)
     owner = names[last.idx].removesuffix(":0") if belongs else "optimizer"  # type: ignore[union-attr]
     return f"{owner}/{roles[-1] if roles else 'slot'}"
-
-
-def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    listed = list(pairs) if isinstance(pairs, Iterable) else [pairs]
-    for pair in listed:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InvalidTypeError(
-                "apply_gradients needs pairs of a gradient and its variable, as from "
-                f"zip(gradients, variables). Received: {shown(pairs)}"
-            )
-        gradient = pair[0]
-        if gradient is not None and not isinstance(gradient, IndexedSlices | DistributedValues):
-            try:
-                known = jnp.asarray(gradient)
-            except Exception as error:
-                raise InvalidTypeError(
-                    "A gradient must be an array, px.IndexedSlices or None. "
-                    f"Received: {shown(gradient)}"
-                ) from error
-            if jnp.shape(known) != getattr(pair[1], "shape", ()):
-                raise InvalidValueError(
-                    "A gradient must have the shape of its variable. "
-                    f"Received: a gradient of shape {jnp.shape(known)} for {shown(pair[1])}"
-                )
-    return listed
-
-
-def _checked_variables(variables: Sequence[Any]) -> list[Variable]:
-    listed = list(variables) if isinstance(variables, Iterable) else []
-    if not listed or not all(isinstance(v, Variable) for v in listed):
-        raise InvalidTypeError(f"A list of px.Variable is needed. Received: {shown(variables)}")
-    if len({id(v) for v in listed}) != len(listed):
-        raise InvalidValueError(f"A variable occurs twice. Received: {[v.name for v in listed]}")
-    return listed

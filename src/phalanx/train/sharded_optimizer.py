@@ -97,6 +97,29 @@ class ShardedUpdates:
         else:
             self._apply_whole(strategy, op, given, update, more)
 
+    # -- pieces of a batch -----------------------------------------------------------------------
+
+    def local_sums(self, op: ReduceOp, variables: list[Variable], gradients: list[Any]) -> list[Any]:
+        """This replica's slices of summed gradients, where variables are divided; in a program."""
+        chosen = self._chosen(variables)
+        parts = self._communication.scattered(
+            [gradients[i] for i in chosen], self._members, op is ReduceOp.MEAN
+        )
+        new = dict(zip(chosen, parts, strict=True))
+        return [new.get(i, x) for i, x in enumerate(gradients)]
+
+    def as_slices(self, variables: list[Variable], sums: list[Any]) -> list[Any]:
+        """What `local_sums` gave, as gradients."""
+        chosen = set(self._chosen(variables))
+        return [
+            Sliced(x, Slicing(tuple(v.shape), self._members.parts)) if i in chosen else x
+            for i, (v, x) in enumerate(zip(variables, sums, strict=True))
+        ]
+
+    def _chosen(self, variables: list[Variable]) -> list[int]:
+        divided = {id(v) for v, d in zip(self._variables, self._divided, strict=True) if d}
+        return [i for i, v in enumerate(variables) if id(v) in divided]
+
     # -- in a program ----------------------------------------------------------------------------
 
     def _apply_in_program(
@@ -143,6 +166,8 @@ class ShardedUpdates:
         for i, (variable, is_divided) in enumerate(zip(self._variables, self._divided, strict=True)):
             gradient = given.get(id(variable))
             results.append(gradient)
+            if isinstance(gradient, Sliced):
+                continue
             if gradient is None:
                 results[i] = jnp.zeros(variable.shape, variable.dtype)
             elif (

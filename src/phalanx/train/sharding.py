@@ -34,16 +34,20 @@ class OptimizerSharding:
             saves.
         shard_size: over how many replicas, next to each other, arrays are divided; -1 for all. It must
             divide the number of replicas. Fewer replicas need more memory, and gather among fewer.
+        accumulate: whether `Optimizer.minimize_in_pieces` adds up slices of summed gradients, which
+            costs a sum over the replicas for each piece, and not whole gradients. None: where gradients
+            are divided.
 
     Examples:
         >>> import phalanx as px
         >>> px.train.OptimizerSharding("gradients", threshold=0)
-        OptimizerSharding(level='gradients', threshold=0, shard_size=-1)
+        OptimizerSharding(level='gradients', threshold=0, shard_size=-1, accumulate=None)
     """
 
     level: str | int = "states"
     threshold: int = 64
     shard_size: int = -1
+    accumulate: bool | None = None
 
     def __post_init__(self) -> None:
         if self.number is None:
@@ -54,6 +58,10 @@ class OptimizerSharding:
         check_integer(self.threshold, "threshold", 0, 2**40)
         if self.shard_size != -1:
             check_integer(self.shard_size, "shard_size", 1, 2**31 - 1)
+        if not isinstance(self.accumulate, bool | None):
+            raise InvalidTypeError(
+                f"accumulate must be True, False or None. Received: {shown(self.accumulate)}"
+            )
 
     @property
     def number(self) -> int | None:
@@ -62,6 +70,12 @@ class OptimizerSharding:
         if isinstance(level, bool) or not isinstance(level, str | int):
             return None
         return _NAMES.get(level) if isinstance(level, str) else level if level in (1, 2, 3) else None
+
+    @property
+    def accumulates_slices(self) -> bool:
+        """Whether pieces of a batch are added up in slices."""
+        level = self.number or 1
+        return level > 1 if self.accumulate is None else self.accumulate
 
     def parts_of(self, replicas: int) -> int:
         """Over how many replicas an array is divided."""
