@@ -8,6 +8,7 @@ result is that of the function, whatever it does; only how much is communicated 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ _ELEMENTWISE = frozenset(
     pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh sqrt square sub tan tanh xor""".split()  # noqa: SIM905
 )
-_SAME_ELEMENTS = frozenset({"reshape", "squeeze", "expand_dims"})
+_SAME_ELEMENTS = frozenset({"reshape", "squeeze", "expand_dims", "reshard", "sharding_constraint"})
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -175,7 +176,8 @@ class _Run:
     def _structural(self, eqn: Any, x: Sliced, others: Sequence[Any]) -> Any:
         """Another shape, or a scalar, of a slice; None if the array must be whole for it."""
         name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
-        if name in _SAME_ELEMENTS:
+        adds_dims = name == "broadcast_in_dim" and math.prod(shape) == x.slicing.size
+        if name in _SAME_ELEMENTS or adds_dims:
             return Sliced(x.local, x.slicing.reshaped(shape))
         if name == "dot_general" and isinstance(others[0], Sliced) and _is_dot(eqn):
             product = self._real(x, 0) * others[0].local
