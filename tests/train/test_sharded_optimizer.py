@@ -331,6 +331,21 @@ def test_memory_and_traffic_of_each_level() -> None:
     assert temporary[2] < temporary[1] - whole // 2
 
 
+def test_gradients_may_gather_again() -> None:
+    shard = everything("parameters", regather=True)
+    made = training(mirrored(4), TRANSFORMS["clipped adamw"](), shard)
+    made.steps(3)
+    made.check(reference("clipped adamw", 3))
+    texts = []
+    for again in (False, True):
+        made = training(mirrored(4), optax.sgd(0.1), everything("parameters", regather=again))
+        made.optimizer.build(made.variables)
+        texts.append(made.run.lower(*next(made.batches())).as_text())  # type: ignore[attr-defined]
+    # Only the weights of the second layer and the scale are needed for the gradient.
+    assert [text.count("stablehlo.all_gather") for text in texts] == [3, 4]
+    assert ["optimization_barrier" in text for text in texts] == [False, True]
+
+
 def test_small_arrays_stay_whole() -> None:
     strategy = mirrored(2)
     with strategy.scope():

@@ -26,6 +26,8 @@ class SlicedVariable(MirroredVariable):
     """A mirrored variable that is kept in slices; made by `slice_variable`."""
 
     slicing: Slicing
+    regather = False
+    """Whether gradients gather it again."""
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -47,6 +49,10 @@ class SlicedVariable(MirroredVariable):
             local: jax.Array = held.component(0)
             return local
         return self.slicing.cut(self.whole_of(held), self._members.index())
+
+    def joined(self, local: jax.Array) -> jax.Array:
+        """The value, given the slice of the replica that runs the program."""
+        return self.slicing.join(self._members.gather(local).reshape(-1))
 
     def set_local_slice(self, new: jax.Array) -> None:
         """Replace it, on every replica at once."""
@@ -76,7 +82,7 @@ class SlicedVariable(MirroredVariable):
             value: jax.Array = held.component(index or 0)
             return value
         if isinstance(held, SpmdPerReplica):
-            return self.slicing.join(self._members.gather(held.component(0)).reshape(-1))
+            return self.joined(held.component(0))
         if held.is_traced:
             return self.slicing.join(held.array)
         assert self._strategy is not None

@@ -72,7 +72,7 @@ class ShardedUpdates:
             end_programs(variables)
             for variable, is_divided in zip(variables, self._divided, strict=True):
                 if is_divided and not isinstance(variable, SlicedVariable):
-                    slice_variable(variable, parts)
+                    slice_variable(variable, parts).regather = sharding.regather
 
     def apply(
         self,

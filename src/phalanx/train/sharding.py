@@ -34,19 +34,23 @@ class OptimizerSharding:
             saves.
         shard_size: over how many replicas, next to each other, arrays are divided; -1 for all. It must
             divide the number of replicas. Fewer replicas need more memory, and gather among fewer.
+        regather: whether gradients gather parameters again, level "parameters" only. Otherwise a step
+            keeps them from where the loss reads them until its gradient needs them. The loss must then
+            write no variables, and return arrays. On CPU devices XLA merges both gathers again.
         accumulate: whether `Optimizer.minimize_in_pieces` adds up slices of summed gradients, which
             costs a sum over the replicas for each piece, and not whole gradients. None: where gradients
             are divided.
 
     Examples:
         >>> import phalanx as px
-        >>> px.train.OptimizerSharding("gradients", threshold=0)
-        OptimizerSharding(level='gradients', threshold=0, shard_size=-1, accumulate=None)
+        >>> px.train.OptimizerSharding("gradients", threshold=0).parts_of(replicas=8)
+        8
     """
 
     level: str | int = "states"
     threshold: int = 64
     shard_size: int = -1
+    regather: bool = False
     accumulate: bool | None = None
 
     def __post_init__(self) -> None:
@@ -58,6 +62,8 @@ class OptimizerSharding:
         check_integer(self.threshold, "threshold", 0, 2**40)
         if self.shard_size != -1:
             check_integer(self.shard_size, "shard_size", 1, 2**31 - 1)
+        if not isinstance(self.regather, bool):
+            raise InvalidTypeError(f"regather must be True or False. Received: {shown(self.regather)}")
         if not isinstance(self.accumulate, bool | None):
             raise InvalidTypeError(
                 f"accumulate must be True, False or None. Received: {shown(self.accumulate)}"
