@@ -21,10 +21,12 @@ Y = X @ np.arange(1.0, 6.0, dtype=np.float32)
 BATCH = 12
 
 
-def train(over: px.Strategy, compiled: bool, rows: int) -> tuple[list[float], float, float]:
+def train(
+    over: px.Strategy, compiled: bool, rows: int, shard: Any = None
+) -> tuple[list[float], float, float]:
     """Two epochs with Adam; the losses, the norm of the weights, and a metric."""
     dataset = px.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(BATCH)
-    optimizer = px.train.Optimizer(optax.adam(0.1))
+    optimizer = px.train.Optimizer(optax.adam(0.1), shard=shard)
     made: list[px.Variable] = []
     with over.scope():
         seen = px.train.Mean()
@@ -60,6 +62,32 @@ def test_training_equals_one_device(cluster: px.testing.MultiProcess, rows: int)
         for got in cluster.run(lambda: train(strategy(), compiled, rows)):
             np.testing.assert_allclose(got[0], expected[0], rtol=1e-4)
             assert got[1:] == pytest.approx(expected[1:], rel=1e-4)
+
+
+@pytest.mark.parametrize("cluster", ["2x2"], indirect=True)
+@pytest.mark.parametrize("level", ["states", "gradients", "parameters"])
+def test_sharded_optimizers_equal_one_device(cluster: px.testing.MultiProcess, level: str) -> None:
+    """Each worker keeps slices of its own replicas, with an uneven last batch."""
+    expected = train(px.OneDeviceStrategy("CPU:0"), True, 23)
+    shard = px.train.OptimizerSharding(level, threshold=0)
+    for compiled in (False, True):
+        for got in cluster.run(lambda: train(strategy(), compiled, 23, shard)):
+            np.testing.assert_allclose(got[0], expected[0], rtol=1e-4)
+            assert got[1:] == pytest.approx(expected[1:], rel=1e-4)
+
+
+@pytest.mark.parametrize("cluster", ["2x2"], indirect=True)
+def test_copies_of_workers_are_broadcast(cluster: px.testing.MultiProcess) -> None:
+    def different() -> list[float]:
+        s = strategy()
+        with s.scope():
+            w = px.Variable(1.0)
+        for copied in w.values:
+            copied.assign(float(s.cluster_resolver.task_id or 0))
+        px.train.broadcast_parameters([w])
+        return [float(copied) for copied in w.values]
+
+    assert {x for values in cluster.run(different) for x in values} == {0.0}
 
 
 def test_nothing_is_lost(cluster: px.testing.MultiProcess) -> None:

@@ -22,6 +22,7 @@ class Packing:
     num_packs: int | None = None  # or make this many packs of about equal size; 0 packs nothing
     small_bytes: int = SMALL_TENSOR_BYTES  # up to this size a tensor is small
     small_packs_bytes: int | None = None  # fill packs of small ones up to this; None means one pack
+    ends: tuple[int, ...] | None = None  # a pack ends after the tensors with these numbers, if given
 
 
 BETWEEN_WORKERS = Packing(small_bytes=256 * 1024, small_packs_bytes=2 << 20)
@@ -78,6 +79,8 @@ def plan_packs(sizes: Sequence[int], kinds: Sequence[Hashable], packing: Packing
         [[0, 2], [1]]
         >>> plan_packs([10, 10, 10], ["f", "f", "f"], Packing(bytes_per_pack=20))
         [[0, 1], [2]]
+        >>> plan_packs([10, 10, 10, 10], ["f", "f", "f", "f"], Packing(ends=(0, 2)))
+        [[0], [1, 2], [3]]
     """
     packs: list[list[int]] = []
     for kind in dict.fromkeys(kinds):
@@ -87,6 +90,11 @@ def plan_packs(sizes: Sequence[int], kinds: Sequence[Hashable], packing: Packing
 
 
 def _plan_one_kind(members: list[int], sizes: Sequence[int], packing: Packing) -> list[list[int]]:
+    if packing.ends is not None:
+        packs: dict[int, list[int]] = {}
+        for i in members:
+            packs.setdefault(sum(end < i for end in packing.ends), []).append(i)
+        return list(packs.values())
     if packing.num_packs == 0:
         return [[i] for i in members]
     if packing.num_packs is not None:

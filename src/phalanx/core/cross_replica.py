@@ -300,7 +300,7 @@ def _spread(extended: StrategyExtended, value: PerReplica) -> PerReplica:
 def copies_of(value: Any) -> Any:
     """The distributed value behind a variable with copies; other values as they are."""
     is_copied = isinstance(value, Variable) and isinstance(value, DistributedValues)
-    return value._held() if is_copied else value
+    return value.distributed() if is_copied else value
 
 
 def _is_traced(value: DistributedValues) -> bool:

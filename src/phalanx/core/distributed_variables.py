@@ -44,7 +44,7 @@ class ReplicaVariable(Variable):
 
     def __init__(self, container: CopiedVariable, index: int) -> None:
         self.replica_container = container
-        self._set_up(container._spec, container._strategy, container._devices[index])
+        self._describe(container._spec, container._strategy, container._devices[index])
         self._value = None  # the container holds it
         self._index = index
 
@@ -67,7 +67,7 @@ class CopiedVariable(Variable, DistributedValues):
     _holder: type[Mirrored] | type[PerReplica]
 
     def __init__(self, spec: VariableSpec, strategy: Strategy, devices: tuple[jax.Device, ...]) -> None:
-        self._set_up(spec, strategy, devices[0])
+        self._describe(spec, strategy, devices[0])
         self._devices = devices
         span = strategy.extended._span
         self._value = self._holder([place(spec.value, d) for d in devices], span)
@@ -80,6 +80,15 @@ class CopiedVariable(Variable, DistributedValues):
     def values(self) -> tuple[Any, ...]:
         """The copies, as variables of their own."""
         return self._views
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of what each replica holds."""
+        return self.shape
+
+    def distributed(self) -> Any:
+        """The value of the variable with a component for each replica."""
+        return self._held()
 
     @property
     def handle(self) -> Variable:
@@ -169,6 +178,10 @@ class MirroredVariable(CopiedVariable):
 
     def _write(self, method: str, operand: Any) -> None:
         self._on_copies(method, operand)
+
+    def replace(self, new: Any) -> None:
+        """Write a value that is known to be the same on all workers; in cross-replica context."""
+        self._write("assign", new)
 
     def _checked_operand(self, method: str, operand: Any) -> Any:
         if isinstance(operand, Mirrored) and len(operand.values) == len(self._devices):

@@ -31,6 +31,7 @@ from phalanx.core.options import CommunicationOptions, ValueContext, as_communic
 from phalanx.core.reduction import Axes, ReduceOp, as_reduce_op
 from phalanx.core.regrouping import regroup
 from phalanx.core.replica_context import MergePoint, is_compiled, meet
+from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest, merge_nests
 from phalanx.core.values import Mirrored, PerReplica, select_replica
@@ -355,6 +356,8 @@ class StrategyExtended:
             copies = (
                 copies[: len(var._held()._samples())] if isinstance(var, MirroredVariable) else copies
             )
+        if isinstance(var, SlicedVariable):
+            copies = copies[:1]  # which is made of the slices of all
         if isinstance(var, MirroredVariable | AggregatingVariable):
             args, kwargs = map_nest(lambda x: _agreed(x, var), (args, kwargs))
 

@@ -8,6 +8,7 @@ it can be given to any function that takes an array.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -104,10 +105,18 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
 
     def _set_up(self, spec: VariableSpec, strategy: Strategy | None, device: jax.Device | None) -> None:
         """What every kind of variable has; called by the kinds' constructors."""
-        self._spec = spec
+        self._describe(spec, strategy, device)
+        self._value = spec.value if device is None else place(spec.value, device)
+
+    def _describe(
+        self, spec: VariableSpec, strategy: Strategy | None, device: jax.Device | None
+    ) -> None:
+        """The same without a value."""
+        # The initial value is only needed for its shape and dtype, and would stay in memory.
+        like: Any = jax.ShapeDtypeStruct(spec.value.shape, spec.value.dtype)
+        self._spec = dataclasses.replace(spec, value=like)
         self._strategy = strategy
         self._device = device
-        self._value = spec.value if device is None else place(spec.value, device)
         register(self)
 
     # -- description ----------------------------------------------------------------------------

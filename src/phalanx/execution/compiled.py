@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from phalanx.core import context as ctx, traced_variables
 from phalanx.core.distributed_variables import SyncOnReadVariable
 from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
+from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.spmd import SpmdPerReplica, shared_by_all, wrap_arguments
 from phalanx.core.structure import leaves, map_nest, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica, select_replica
@@ -105,7 +106,7 @@ class SpmdVariableTrace(traced_variables.VariableTrace):
     """Variables inside a compiled run.
 
     Mirrored variables are captured from the program around it. Variables that are synchronized on read
-    come in as shards, because each replica must see its own copy.
+    or kept in slices come in as shards, because each replica must see its own.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class CompiledRun:
                 operand = jax.tree.map(lambda _: next(remaining), change.operand)
                 variable.record(change._replace(operand=operand))
         for variable, value in zip(self._copied, copied, strict=True):
-            layout = Layout(self._count, not variable.shape)
+            layout = Layout(self._count, not variable.part_shape)
             self._write_back(variable, PerReplica.from_global(value, layout))
         return self._joined(results)
 
@@ -230,7 +231,8 @@ class CompiledRun:
         return [
             v
             for v in self._parent.known()
-            if isinstance(v, SyncOnReadVariable) and v.distribute_strategy is self._strategy
+            if isinstance(v, SyncOnReadVariable | SlicedVariable)
+            and v.distribute_strategy is self._strategy
         ]
 
     def _body(self, inputs: Any, local: dict[Any, Any]) -> Any:
@@ -260,7 +262,7 @@ class CompiledRun:
                 continue
             if isinstance(value, SpmdPerReplica):
                 self._copied.append(variable)
-                copied.append(value.local[None] if not variable.shape else value.local)
+                copied.append(value.local[None] if not variable.part_shape else value.local)
             else:
                 self._mirrored.append(variable)
                 mirrored.append(value.component(0) if isinstance(value, Mirrored) else value)

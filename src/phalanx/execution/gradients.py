@@ -18,6 +18,7 @@ from phalanx.core import traced_variables
 from phalanx.core.values import Mirrored, PerReplica
 from phalanx.core.variables import Variable
 from phalanx.errors import InvalidTypeError
+from phalanx.execution.regathering import gathers_again, is_gathered_again, stand_in
 from phalanx.execution.taps import Tap
 from phalanx.runtime.formatting import shown
 
@@ -72,9 +73,9 @@ def value_and_grad(
             with traced_variables.recording(made[-1]):
                 return fn(*args, **kwargs)
 
-        values = [jnp.asarray(v.value()) for v in here]
+        values = [stand_in(v) if is_gathered_again(v) else jnp.asarray(v.value()) for v in here]
         arguments = (0, 1) if elsewhere else 0
-        both = jax.value_and_grad(of_values, arguments, has_aux=has_aux)
+        both = jax.value_and_grad(gathers_again(of_values, here), arguments, has_aux=has_aux)
         result, found = traced_variables.tracing(
             lambda: both(values, jnp.float32(0)), lambda: not made[-1].has_written
         )

@@ -31,6 +31,8 @@ from phalanx.runtime.host_memory import expect_model
 
 _serials = itertools.count(1)
 
+_traced: weakref.WeakSet[Program] = weakref.WeakSet()
+
 CHANGED = object()
 """What `Program.run_again` returns if it could not run."""
 
@@ -107,10 +109,15 @@ class Program:
             for code, loops in ((program, False), (looped, True))
         )
         expect_model([*new, *old])
+        _traced.add(self)
 
     def variables(self) -> list[Variable] | None:
         """The variables that the program needs; None if one of them is gone."""
         return _alive(self._needed)
+
+    def end(self) -> None:
+        """Never run again, as if a variable were gone."""
+        self._needed, self._besides = [_gone()], [_gone()]
 
     @property
     def can_run_again(self) -> bool:
@@ -222,6 +229,14 @@ class Program:
         return self._step.overwriting.lower(*values, arrays)
 
 
+def end_programs(variables: Sequence[Variable]) -> None:
+    """Let no program run again that was traced with these variables: they are kept in another form."""
+    gone = set(map(id, variables))
+    for program in list(_traced):
+        if any(id(reference()) in gone for reference in program._needed):
+            program.end()
+
+
 Stacked = tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]
 """The arrays that the steps of a loop returned, stacked, and what makes a result of those of a step."""
 
@@ -295,6 +310,15 @@ def _spread(used: traced_variables.VariableTrace, variables: Sequence[Variable])
             used.spread_over(devices, f"variable {variable.name!r} of {owner!r}")
 
 
+class _Nothing:
+    """An object that is gone at once."""
+
+
+def _gone() -> weakref.ref[Any]:
+    """A reference to something that is no longer there."""
+    return weakref.ref(_Nothing())
+
+
 def references(variables: Sequence[Variable]) -> list[weakref.ref[Variable]]:
     """References that keep variables no longer alive than their users do."""
     return [weakref.ref(v) for v in variables]
@@ -306,7 +330,8 @@ def as_held(variable: Variable, x: Any) -> Any:
     if isinstance(value, Mirrored):
         return Mirrored.of_global(x, value.count)
     if isinstance(value, PerReplica):
-        return PerReplica.from_global(x, Layout(value.count, not variable.shape))
+        assert isinstance(variable, CopiedVariable)
+        return PerReplica.from_global(x, Layout(value.count, not variable.part_shape))
     return x
 
 
@@ -363,5 +388,7 @@ def shape_of(variable: Variable) -> jax.ShapeDtypeStruct:
     value = variable._value
     shape = variable.shape
     if isinstance(value, PerReplica):
+        assert isinstance(variable, CopiedVariable)
+        shape = variable.part_shape
         shape = (value.count, *shape) if not shape else (value.count * shape[0], *shape[1:])
     return jax.ShapeDtypeStruct(shape, variable.dtype)

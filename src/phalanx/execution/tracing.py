@@ -33,6 +33,8 @@ def trace_program(
         held = {v: as_held(v, x) for v, x in zip(variables, values, strict=True)}
         used = traced_variables.VariableTrace(held)
         args, kwargs = call.rebuild(arrays)
+        if "used" in box:  # this is the second try, and what the first one has made is there
+            used.made += box["used"].made
         box["used"] = used
         with traced_variables.recording(used):
             result = Result(fn(*args, **kwargs))

@@ -170,7 +170,7 @@ class UnevenRun(CompiledRun):
             scalars.update(zip(others, run._scalars, strict=True))
             # A copy that this program does not write is returned too: others may write theirs.
             copies = values[len(values) - len(variables) :]
-            old = [x if v.shape else x[None] for v, x in zip(variables, copies, strict=True)]
+            old = [x if v.part_shape else x[None] for v, x in zip(variables, copies, strict=True)]
             new = dict(zip(variables, old, strict=True)) | dict(zip(run._copied, copied, strict=True))
             keys.extend((_OUT, i) for i in others)
             keys.extend((_SHARED, i) for i in run._shared)
@@ -198,7 +198,9 @@ class UnevenRun(CompiledRun):
             elif group == _MIRRORED:
                 self._write_back(what, x)
             elif group == _COPIED and what in written:
-                self._write_back(what, PerReplica.from_global(x, Layout(self._count, not what.shape)))
+                self._write_back(
+                    what, PerReplica.from_global(x, Layout(self._count, not what.part_shape))
+                )
             elif group == _OUT and slot.is_even:
                 new[what] = PerReplica.from_global(x, Layout(self._count, first.scalars[what]))
             elif group == _OUT:

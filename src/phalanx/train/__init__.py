@@ -17,10 +17,13 @@ from phalanx.train.checkpoint import (
     list_variables,
 )
 from phalanx.train.checkpoint_manager import CheckpointManager, checkpoints_iterator
+from phalanx.train.gradient_communication import GradientCommunication
 from phalanx.train.loop import LoopResults, loop
 from phalanx.train.metrics import Accuracy, Mean, Sum
 from phalanx.train.optimizer import Optimizer
 from phalanx.train.precision import LossScale, Policy
+from phalanx.train.replica_agreement import broadcast_parameters, repeated_loss
+from phalanx.train.sharding import OptimizerSharding
 from phalanx.train.snapshot import snapshot
 
 __all__ = [
@@ -35,20 +38,24 @@ __all__ = [
     "Feature",
     "Features",
     "FloatList",
+    "GradientCommunication",
     "Int64List",
     "JobDef",
     "LoopResults",
     "LossScale",
     "Mean",
     "Optimizer",
+    "OptimizerSharding",
     "Policy",
     "ServerDef",
     "Sum",
     "accumulate_gradients",
+    "broadcast_parameters",
     "checkpoints_iterator",
     "latest_checkpoint",
     "list_variables",
     "loop",
+    "repeated_loss",
     "snapshot",
 ]
 

@@ -39,12 +39,29 @@ def accumulate_gradients(
         >>> float(loss), float(gradient)
         (30.0, 15.0)
     """
+    return accumulated(value_and_grad(loss_fn, variables), batch, micro_batches)
+
+
+def accumulated(
+    differentiated: Callable[..., tuple[Any, Any]],
+    batch: Any,
+    micro_batches: int,
+    each: Callable[[Any], Any] = lambda gradients: gradients,
+) -> tuple[Any, Any]:
+    """The sums of what a function gives for the pieces of a batch.
+
+    Args:
+        differentiated: gives a loss and its gradients.
+        batch: as for `accumulate_gradients`.
+        micro_batches: how many pieces.
+        each: what is added up in place of the gradients of a piece.
+    """
     count = _checked_count(batch, micro_batches)
     parts = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
-    differentiated = value_and_grad(loss_fn, variables)
 
     def piece(part: Any) -> tuple[jax.Array, Any]:
-        return differentiated(*part) if isinstance(part, tuple) else differentiated(part)
+        loss, gradients = differentiated(*part) if isinstance(part, tuple) else differentiated(part)
+        return loss, each(gradients)
 
     def add(total: Any, part: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, piece(part)), None

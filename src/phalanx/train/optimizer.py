@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 
 from phalanx.core import context as ctx, transactions
-from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.options import VariableAggregation
 from phalanx.core.reduction import ReduceOp
-from phalanx.core.replica_context import MergePoint, ReplicaContext, meet
+from phalanx.core.replica_context import MergePoint, ReplicaContext, is_compiled, meet
+from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.strategy import Strategy
-from phalanx.core.values import DistributedValues, Mirrored
+from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
 from phalanx.errors import (
     ContextError,
@@ -28,8 +28,13 @@ from phalanx.errors import (
 from phalanx.execution.gradients import value_and_grad
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.train.accumulate import accumulated
+from phalanx.train.gradient_communication import GradientCommunication, dense
+from phalanx.train.optimizer_arguments import checked_pairs, checked_variables
 from phalanx.train.precision import LossScale
 from phalanx.train.server_updates import ServerUpdates
+from phalanx.train.sharded_optimizer import ShardedUpdates
+from phalanx.train.sharding import OptimizerSharding, as_sharding
 
 _AGGREGATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN, None: None}
 
@@ -47,6 +52,9 @@ class Optimizer:
         aggregate: "sum" (divide losses by the global batch size), "mean" (divide by the local
             one), or None if gradients are already the same on all replicas.
         loss_scale: a `LossScale` if losses are multiplied by `scale_loss`, as float16 needs.
+        shard: what is divided over the replicas: "states", "gradients" (and states), "parameters" (and
+            both), or an `OptimizerSharding`. None: every replica keeps and does everything.
+        communication: a `GradientCommunication`; None lets the strategy choose.
 
     Examples:
         >>> import jax.numpy as jnp, optax, phalanx as px
@@ -67,6 +75,8 @@ class Optimizer:
         transform: optax.GradientTransformation,
         aggregate: str | None = "sum",
         loss_scale: LossScale | None = None,
+        shard: str | int | OptimizerSharding | None = None,
+        communication: GradientCommunication | None = None,
     ) -> None:
         if not hasattr(transform, "init") or not hasattr(transform, "update"):
             raise InvalidTypeError(
@@ -81,14 +91,22 @@ class Optimizer:
             raise InvalidTypeError(
                 f"loss_scale must be a px.train.LossScale or None. Received: {shown(loss_scale)}"
             )
+        if communication is not None and not isinstance(communication, GradientCommunication):
+            raise InvalidTypeError(
+                "communication must be a px.train.GradientCommunication or None. "
+                f"Received: {shown(communication)}"
+            )
         self.transform = transform
         self.loss_scale = loss_scale
+        self.shard = as_sharding(shard)
+        self.communication = communication or GradientCommunication()
         self._op = _AGGREGATIONS[aggregate]
         self._variables: list[Variable] = []
         self._state: Any = None
         self._iterations: Variable | None = None
         self._compile()
         self._servers: ServerUpdates | None = None
+        self._slices: ShardedUpdates | None = None
         strategy = ctx.get_strategy()
         if isinstance(strategy, ParameterServerStrategy):
             self._build_on_servers(strategy)
@@ -130,9 +148,17 @@ class Optimizer:
         """
         return [self.iterations, *(v for v in jax.tree.leaves(self._state) if isinstance(v, Variable))]
 
+    @property
+    def gathered(self) -> list[str]:
+        """For which operations of the transformation the last program had to gather whole arrays.
+
+        Empty without `shard`, and for transformations of single elements and norms, which need none.
+        """
+        return [] if self._slices is None else list(self._slices.gathered)
+
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the state for a list of variables, under the strategy that made them."""
-        listed = _checked_variables(variables)
+        listed = checked_variables(variables)
         if self._iterations is not None:
             return
         strategy = listed[0].distribute_strategy or ctx.default_mode().strategy
@@ -155,6 +181,10 @@ class Optimizer:
             )
             if self.loss_scale is not None:
                 self.loss_scale.build()
+            if self.shard is not None and strategy.num_replicas_in_sync > 1:
+                self._slices = ShardedUpdates(
+                    self.shard, strategy, listed, self._state, self.communication
+                )
         self._variables = listed
 
     def _build_on_servers(self, strategy: ParameterServerStrategy) -> None:
@@ -162,6 +192,11 @@ class Optimizer:
             raise UnsupportedError(
                 "A loss scale changes with all gradients of a step, which parameter servers do not see "
                 f"together. Use bfloat16, which needs none. Received: {shown(self.loss_scale)}"
+            )
+        if self.shard is not None:
+            raise UnsupportedError(
+                "Parameter servers keep the state of an optimizer themselves, each for its own "
+                f"variables. Leave out shard=…. Received: {shown(self.shard)}"
             )
         self._servers = ServerUpdates(self.transform, strategy)
         self._iterations = self._servers.iterations
@@ -177,21 +212,26 @@ class Optimizer:
             grads_and_vars: pairs of a gradient and its variable, as from ``zip``. Gradients may be
                 `px.IndexedSlices`.
         """
-        pairs = [(g, v) for g, v in _checked_pairs(grads_and_vars) if g is not None]
+        pairs = [(g, v) for g, v in checked_pairs(grads_and_vars) if g is not None]
         if not pairs:
             raise InvalidValueError("There is no gradient: all of them are None. Received: no pairs")
-        variables = _checked_variables([v for _, v in pairs])
+        variables = checked_variables([v for _, v in pairs])
         context = ctx.get_replica_context()
         if context is None:
             raise NoReplicaContextError(
                 "apply_gradients combines the gradients of replicas; call it in the function that is "
                 "given to Strategy.run, not in the strategy's scope."
             )
-        strategy = context.strategy
         gradients = tuple(g for g, _ in pairs)
         if isinstance(variables[0].distribute_strategy, ParameterServerStrategy):
             self._push(context, variables[0].distribute_strategy, variables, gradients)
             return
+        self._prepare(context, variables)
+        self._meet_to_apply(context, variables, gradients)
+
+    def _prepare(self, context: ReplicaContext, variables: list[Variable]) -> None:
+        """Check variables, and make the state if there is none yet."""
+        strategy = context.strategy
         self._check_place(strategy, variables)
         for v in variables:
             strategy.extended._require_own(v, "apply_gradients")
@@ -202,6 +242,9 @@ class Optimizer:
             )
         self._check_known(variables)
 
+    def _meet_to_apply(
+        self, context: ReplicaContext, variables: list[Variable], gradients: tuple[Any, ...]
+    ) -> None:
         def apply(strategy: Strategy, *gradients: Any) -> None:
             transactions.atomically(self._apply, strategy, variables, gradients)
 
@@ -252,15 +295,76 @@ class Optimizer:
         self.apply_gradients(zip(gradients, variables, strict=True))
         return value / scale
 
+    def minimize_in_pieces(
+        self,
+        loss_fn: Callable[..., Any],
+        variables: Sequence[Variable],
+        batch: Any,
+        micro_batches: int,
+    ) -> Any:
+        """As `minimize`, with gradients added up over pieces of a batch, which need less memory.
+
+        Where the optimizer divides gradients over replicas, each piece's are summed over them at once,
+        and a replica adds up its slices only; see `OptimizerSharding.accumulate`. Call it in the
+        function given to `Strategy.run`.
+
+        Args:
+            loss_fn: as for `accumulate_gradients`: takes a piece of the batch.
+            variables: a list of variables.
+            batch: arrays with the examples of this replica along their leading dimension.
+            micro_batches: how many pieces.
+
+        Returns:
+            The sum of the losses of all pieces.
+        """
+        context = ctx.get_replica_context()
+        if context is None:
+            raise NoReplicaContextError(
+                "minimize_in_pieces combines the gradients of replicas; call it in the function that "
+                "is given to Strategy.run, not in the strategy's scope."
+            )
+        listed = checked_variables(variables)
+        scaled = value_and_grad(lambda *parts: self.scale_loss(loss_fn(*parts)), listed)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        slices = None
+        divides = self.shard is not None and self.shard.accumulates_slices and self._op is not None
+        if divides and is_compiled(context):
+            self._prepare(context, listed)
+            slices = self._slices
+        if slices is None:
+            value, gradients = accumulated(scaled, batch, micro_batches)
+            self.apply_gradients(zip(gradients, listed, strict=True))
+        else:
+            each = functools.partial(slices.local_sums, self._op, listed)
+            value, gradients = accumulated(scaled, batch, micro_batches, each)
+            self._meet_to_apply(context, listed, tuple(slices.as_slices(listed, gradients)))
+        return value / scale
+
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the loss scale; `apply_gradients` divides it out again."""
         return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     def _apply(self, strategy: Strategy, variables: list[Variable], gradients: Sequence[Any]) -> None:
         """The update, in cross-replica context."""
+        self.communication.tell_norms(strategy, gradients, variables)
+        if self._slices is not None:
+            given = dict(zip(map(id, variables), gradients, strict=True))
+            more = [] if self.loss_scale is None else self.loss_scale.variables
+            update = self._update if self.loss_scale is None else self._update_scaled
+            self._slices.apply(strategy, self._op, given, update, more)
+        else:
+            self._apply_whole(strategy, variables, gradients)
+        self.iterations.assign_add(1)
+        if self.loss_scale is not None:
+            self.loss_scale.watch()
+
+    def _apply_whole(
+        self, strategy: Strategy, variables: list[Variable], gradients: Sequence[Any]
+    ) -> None:
+        """Every replica makes the whole update."""
         if self._op is not None:
             pairs = list(zip(gradients, variables, strict=True))
-            gradients = strategy.extended.batch_reduce_to(self._op, pairs)
+            gradients = self.communication.combined(strategy, self._op, pairs)
         by_variable = dict(zip(map(id, variables), gradients, strict=True))
         lead = variables[0]
 
@@ -269,15 +373,12 @@ class Optimizer:
             self._update_copy(given)
 
         strategy.extended.update(lead, on_copy, args=tuple(by_variable.values()))
-        self.iterations.assign_add(1)
-        if self.loss_scale is not None:
-            self.loss_scale.watch()
 
     def _update_copy(self, given: dict[int, Any]) -> None:
         """Update the copies of one device."""
         params = [v.value() for v in self._variables]
         grads = [
-            _dense(given[id(v)], p) if id(v) in given else jnp.zeros_like(p)
+            dense(given[id(v)], p) if id(v) in given else jnp.zeros_like(p)
             for v, p in zip(self._variables, params, strict=True)
         ]
         state = jax.tree.map(lambda v: v.value() if isinstance(v, Variable) else v, self._state)
@@ -362,6 +463,8 @@ def _described(variables: list[Variable]) -> str:
 def _present_value(variable: Variable) -> jax.Array:
     """What a variable really holds, also while a program is being traced."""
     held = variable._value
+    if isinstance(variable, SlicedVariable):  # by another optimizer
+        return variable.whole_of(held)
     return held.values[0] if isinstance(held, DistributedValues) else held
 
 
@@ -381,45 +484,3 @@ def _slot_name(names: Sequence[str], path: tuple[Any, ...], x: Any) -> str:
     belongs = isinstance(last, jax.tree_util.SequenceKey) and last.idx < len(names)
     owner = names[last.idx].removesuffix(":0") if belongs else "optimizer"  # type: ignore[union-attr]
     return f"{owner}/{roles[-1] if roles else 'slot'}"
-
-
-def _dense(gradient: Any, like: jax.Array) -> jax.Array:
-    if isinstance(gradient, Mirrored):
-        gradient = gradient.component(0)
-    if isinstance(gradient, IndexedSlices):
-        return jnp.zeros_like(like).at[gradient.indices].add(gradient.values)
-    return jnp.asarray(gradient)
-
-
-def _checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    listed = list(pairs) if isinstance(pairs, Iterable) else [pairs]
-    for pair in listed:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InvalidTypeError(
-                "apply_gradients needs pairs of a gradient and its variable, as from "
-                f"zip(gradients, variables). Received: {shown(pairs)}"
-            )
-        gradient = pair[0]
-        if gradient is not None and not isinstance(gradient, IndexedSlices | DistributedValues):
-            try:
-                known = jnp.asarray(gradient)
-            except Exception as error:
-                raise InvalidTypeError(
-                    "A gradient must be an array, px.IndexedSlices or None. "
-                    f"Received: {shown(gradient)}"
-                ) from error
-            if jnp.shape(known) != getattr(pair[1], "shape", ()):
-                raise InvalidValueError(
-                    "A gradient must have the shape of its variable. "
-                    f"Received: a gradient of shape {jnp.shape(known)} for {shown(pair[1])}"
-                )
-    return listed
-
-
-def _checked_variables(variables: Sequence[Any]) -> list[Variable]:
-    listed = list(variables) if isinstance(variables, Iterable) else []
-    if not listed or not all(isinstance(v, Variable) for v in listed):
-        raise InvalidTypeError(f"A list of px.Variable is needed. Received: {shown(variables)}")
-    if len({id(v) for v in listed}) != len(listed):
-        raise InvalidValueError(f"A variable occurs twice. Received: {[v.name for v in listed]}")
-    return listed
