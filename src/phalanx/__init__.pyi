@@ -70,6 +70,7 @@ from phalanx.parallel.context import (
     reset_auto_parallel_context as reset_auto_parallel_context,
     set_auto_parallel_context as set_auto_parallel_context,
 )
+from phalanx.parallel.strategy import AutoParallelStrategy as AutoParallelStrategy
 from phalanx.parameter_server.remote_variable import RemoteVariable as RemoteVariable
 from phalanx.parameter_server.sharded_variable import ShardedVariable as ShardedVariable
 from phalanx.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy

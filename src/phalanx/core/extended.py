@@ -115,6 +115,10 @@ class StrategyExtended:
         del name, given_up
         return [value]
 
+    def _input_place(self) -> Callable[[int, Any], Any] | None:
+        """Hook: who puts the leaves of elements on devices, given their numbers; None for replicas."""
+        return None
+
     def _distribute_dataset(self, dataset: Any, options: Any) -> Any:
         """Hook: divide a dataset over workers and replicas."""
         raise UnsupportedError(f"{type(self).__name__} cannot distribute datasets")

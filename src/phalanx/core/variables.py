@@ -86,6 +86,9 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
         super().__init_subclass__(**kwargs)
         compat.register_array_like(cls, lambda v: v._array())
 
+    _keeps_layout = False
+    """Whether an array over several devices is held as it is, also if each of them has all of it."""
+
     instead = "Send what it holds, v.numpy(), and make a variable there; or use px.train.snapshot."
 
     def __init__(

@@ -28,10 +28,12 @@ from phalanx.parallel.plan import (
 from phalanx.parallel.running import value_and_grad
 from phalanx.parallel.searching import search
 from phalanx.parallel.sharding import shard
+from phalanx.parallel.strategy import AutoParallelStrategy
 
 __all__ = [
     "Alternative",
     "AutoParallel",
+    "AutoParallelStrategy",
     "Device",
     "DeviceMesh",
     "Hardware",

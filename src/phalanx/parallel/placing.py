@@ -17,7 +17,7 @@ from phalanx.parallel.layout import from_spec
 from phalanx.parallel.mesh import MAX_AXES, factorisations
 from phalanx.runtime.formatting import shown
 
-__all__ = ["Cuts", "factored_mesh", "mesh_for", "names_of", "specs_on"]
+__all__ = ["Cuts", "factored_mesh", "fitting", "mesh_for", "names_of", "specs_on"]
 
 Cuts = tuple[int, ...] | Layout | PartitionSpec | None
 """How one tensor is cut: parts per dim, a layout, a spec of JAX, or None if nothing is said."""
@@ -95,6 +95,25 @@ def specs_on(
     return found
 
 
+def fitting(mesh: Mesh, cuts: Cuts, shape: Sequence[int], name: str) -> PartitionSpec:
+    """The spec of a batch. A dim that cannot be divided, as that of the last batch, is cut less.
+
+    >>> mesh = mesh_of_sizes(jax.devices()[:4], (2, 2), ("a", "b"))
+    >>> fitting(mesh, (4, 1), (6, 3), "x"), fitting(mesh, (2, 1), (5, 3), "x")
+    (P('a', None), P(None, None))
+    """
+    spec = _Assignment(mesh).one(_checked(cuts, shape, name))
+    sizes = dict(mesh.shape)
+    entries: list[Any] = []
+    for entry, size in zip(spec, shape, strict=False):
+        axes: list[str] = []
+        for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+            if size % prod([*(sizes[a] for a in axes), sizes[axis]]) == 0:
+                axes.append(axis)
+        entries.append(None if not axes else axes[0] if len(axes) == 1 else tuple(axes))
+    return PartitionSpec(*entries)
+
+
 def _checked(cuts: Any, shape: Sequence[int], name: str) -> Cuts:
     if cuts is None or _is_spec(cuts) or isinstance(cuts, Layout):
         length = 0 if cuts is None else len(cuts.axes if isinstance(cuts, Layout) else cuts)
@@ -102,7 +121,7 @@ def _checked(cuts: Any, shape: Sequence[int], name: str) -> Cuts:
             raise InvalidValueError(
                 f"{name!r} has {len(shape)} dims, and {length} are laid out. Received: {shown(cuts)}"
             )
-        return cuts  # type: ignore[no-any-return]
+        return cuts
     if not isinstance(cuts, tuple) or not all(type(count) is int for count in cuts):
         raise InvalidTypeError(
             f"{name!r} can be cut by a px.parallel.Layout, or by a tuple of the numbers of parts of each "
