@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,8 +39,9 @@ def expected() -> Any:
     return gradient, after(jax.jit(step), state_of(PARAMS), BATCHES)
 
 
-@pytest.mark.parametrize("count", [2, 4, 6, 8])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "count"), [("stand_alone", 2), *((m, n) for m in MODES[1:] for n in (2, 4, 6, 8))], ids=str
+)
 def test_every_mode_equals_one_device(mode: str, count: int) -> None:
     """Loss, gradients, and steps of which the last batch cannot be divided by all devices."""
     where: Any = {"devices": jax.devices()[:count], "parallel_mode": mode, "gradients_mean": True}
@@ -55,7 +57,7 @@ def test_every_mode_equals_one_device(mode: str, count: int) -> None:
         check_close(found, state)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.sampled_from(MODES),
     st.sampled_from([2, 3, 4, 6]),
@@ -124,7 +126,7 @@ def test_results_of_each_device_are_joined() -> None:
     check_close((rows, total), (x @ np.ones((4, 2), np.float32), x.sum()))
 
 
-# -- hybrid_parallel ---------------------------------------------------------------------------------------
+# -- hybrid_parallel -------------------------------------------------------------------------------
 
 
 def test_layerwise_parameters_stay_on_their_devices() -> None:
@@ -169,7 +171,7 @@ def test_layerwise_parameters_stay_on_their_devices() -> None:
         program(params, ids[:6])
 
 
-# -- semi_auto_parallel --------------------------------------------------------------------------------------
+# -- semi_auto_parallel ----------------------------------------------------------------------------
 
 
 def test_given_layouts_are_kept_and_the_rest_follows() -> None:
@@ -239,7 +241,7 @@ def test_shard_lays_out_what_goes_in_and_out() -> None:
         check_close(other(*args), expected()[0][0])
 
 
-# -- auto_parallel -------------------------------------------------------------------------------------------
+# -- auto_parallel ---------------------------------------------------------------------------------
 
 
 def test_a_plan_is_found_kept_and_read_from_a_file(tmp_path: Any) -> None:
@@ -318,7 +320,77 @@ def test_functions_that_are_not_trained_are_laid_out_too() -> None:
     check_close(program(PARAMS, x), predict(PARAMS, x))
 
 
-# -- creating, other pytrees, and what is refused ----------------------------------------------------------------
+# -- options that change programs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["level1", "level2", "level3"])
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+def test_parallel_optimizers_keep_the_state_in_parts(mode: str, level: str) -> None:
+    state = state_of(PARAMS)
+    where: Any = {"devices": jax.devices()[:4], "parallel_mode": mode}
+    if mode == "auto_parallel":  # where plans would have cut parameters anyway
+        where |= {"parameter_plan": {name: P() for name in ("up/kernel", "up/bias", "down")}}
+    program = parallelize(
+        step,
+        (state, *BATCHES[0]),
+        enable_parallel_optimizer=True,
+        parallel_optimizer_config={"parallel_optimizer_threshold": 0, "optimizer_level": level},
+        **where,
+    )
+    (params, slots), loss = program(state, *BATCHES[0])
+    whole = jax.jit(step)(state, *BATCHES[0])
+    check_close(((params, slots), loss), whole)
+    for tree in (params, slots[0].nu):
+        assert tree["down"].sharding.shard_shape((24, 4)) == (6, 4)
+        assert tree["up"]["kernel"].sharding.shard_shape((6, 24)) == (6, 24)  # 6 rows on 4 devices
+    text = program.lower(state, *BATCHES[0]).as_text()
+    assert ("optimization_barrier" in text) == (level == "level3")  # of what is computed again
+    held = program.lower(state, *BATCHES[0]).compile().memory_analysis().argument_size_in_bytes
+    plain = parallelize(step, (state, *BATCHES[0]), **where).lower(state, *BATCHES[0]).compile()
+    saved = (
+        3 * 4 * (24 * 4 + 24) * 3 // 4
+    )  # of parameters and two slots, three quarters of `down`, `bias`
+    assert plain.memory_analysis().argument_size_in_bytes - held == saved
+
+
+def test_small_parts_of_the_state_and_groups_of_devices() -> None:
+    state = state_of(PARAMS)
+    where: Any = {"parallel_mode": "semi_auto_parallel", "enable_parallel_optimizer": True}
+    small = parallelize(step, (state, *BATCHES[0]), **where)  # all below 64 KB
+    assert small.arguments[0][0]["down"].spec == P()
+    grouped = parallelize(
+        step,
+        (state, *BATCHES[0]),
+        parallel_optimizer_config={"parallel_optimizer_threshold": 0},
+        optimizer_weight_shard_size=2,
+        **where,
+    )
+    assert grouped.arguments[0][0]["down"].spec == P("d2", None)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_sums_over_devices_in_32_bits(mode: str) -> None:
+    """Products that are summed over devices come in 32 bits, in the gradient too."""
+    w, x = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(x @ w)
+
+    def run(w: Any, x: Any) -> Any:
+        return value_and_grad(loss)(w, x)
+
+    results = []
+    for forced in (False, True):
+        program = parallelize(run, (w, x), parallel_mode=mode, force_fp32_communication=forced)
+        text = program.lower(w, x).as_text()
+        dots = [line for line in text.splitlines() if "dot_general" in line]
+        assert dots
+        assert all(("xf32>" in line.rpartition("->")[2]) == forced for line in dots)
+        results.append(program(w, x))
+    check_close(*results)
+
+
+# -- creating, other pytrees, and what is refused --------------------------------------------------
 
 
 def test_a_model_is_created_in_parts() -> None:
@@ -349,7 +421,6 @@ def test_a_model_is_created_in_parts() -> None:
 
 
 def test_nests_with_other_things_in_them() -> None:
-    equinox = pytest.importorskip("equinox")
     model = equinox.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
     x = np.ones((8, 4), np.float32)
 

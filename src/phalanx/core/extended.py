@@ -90,6 +90,10 @@ class StrategyExtended:
         """Hook: make a variable."""
         raise UnsupportedError(f"{type(self).__name__} cannot make variables")
 
+    def _creation(self) -> AbstractContextManager[None]:
+        """Hook: what variables are made in: at once, also while a program is traced."""
+        return jax.ensure_compile_time_eval()
+
     def _create_variable_from(self, initial: InitialValue, kinds: tuple[Any, ...]) -> Variable:
         """Hook: make a variable whose initial value may have to be made in parts.
 

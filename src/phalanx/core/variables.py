@@ -470,8 +470,7 @@ def create_variable(
     kinds = (bool(trainable), name, synchronization, aggregation, constraint)
 
     def make(strategy: Strategy) -> Variable:
-        # A variable that is made while a program is traced is made at once, not in the program.
-        with jax.ensure_compile_time_eval():
+        with strategy.extended._creation():
             return strategy.extended._create_variable_from(initial, kinds)
 
     replica = ctx.active_replica()

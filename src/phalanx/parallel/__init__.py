@@ -1,7 +1,7 @@
 """`px.parallel`: programs that are laid out over devices, by MindSpore's modes or by a searched plan.
 
-`parallelize` gives a function in one of five modes. `search` reads a function, finds the cheapest layout
-of all of its tensors, and proves that there is none cheaper by its model of costs.
+`parallelize` gives a function in one of five modes. `search` reads a function, finds the cheapest
+layout of all of its tensors, and proves that there is none cheaper by its model of costs.
 """
 
 from phalanx.parallel.applying import apply

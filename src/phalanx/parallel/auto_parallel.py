@@ -41,11 +41,11 @@ class AutoParallel:
 
     Args:
         network: a loss, or a step that calls `value_and_grad`; see `parallelize`.
-        parallel_mode: ``semi_auto``, or how a plan is searched: ``dynamic_programming``, which is exact,
-            ``recursive_programming`` or ``sharding_propagation``.
+        parallel_mode: ``semi_auto``, or how a plan is searched: ``dynamic_programming``, which is
+            exact, ``recursive_programming`` or ``sharding_propagation``.
         parameters: the numbers of the arguments that are parameters, or other state of a step.
-        **where: what `parallelize` takes besides: devices, mesh, parameter_plan, plan, hardware, memory,
-            time_limit, donate_argnums.
+        **where: what `parallelize` takes besides: devices, mesh, parameter_plan, plan, hardware,
+            memory, time_limit, donate_argnums.
 
     Examples:
         >>> import jax.numpy as jnp

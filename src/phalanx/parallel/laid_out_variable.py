@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from phalanx.core import context as ctx
 from phalanx.core.operators import operand_of
 from phalanx.core.values import DistributedValues
 from phalanx.core.variable_spec import InitialValue, VariableSpec
@@ -35,6 +36,10 @@ class LaidOutVariable(Variable):
         """Which device holds which part."""
         return self._sharding
 
+    def _check_access(self, what: str) -> None:
+        assert self._strategy is not None
+        ctx.require_same_strategy(self._strategy, what)
+
     def _store(self, new: jax.Array) -> None:
         if compat.is_tracer(new):
             new = jax.lax.with_sharding_constraint(new, self._sharding)
@@ -50,10 +55,12 @@ def initial_shape(initial: InitialValue) -> tuple[Any, InitialValue]:
         given = operand_of(given)
         if isinstance(given, DistributedValues | jax.Array) or compat.is_staged(given):
             return initial.array(), initial
-        host = np.asarray(given, dtype=initial.dtype)
-        return jax.ShapeDtypeStruct(host.shape, jnp.result_type(host.dtype)), InitialValue(
-            host, initial.dtype, initial.shape, initial.name
-        )
+        host = np.asarray(given)
+        if host.dtype.kind in "USO":
+            return initial.array(), initial  # which says what is wrong
+        dtype = host.dtype if initial.dtype is None else initial.dtype
+        host = host.astype(jax.dtypes.canonicalize_dtype(dtype))
+        return host, InitialValue(host, None, initial.shape, initial.name)
     return _traced(initial)
 
 

@@ -12,22 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from phalanx.core.reduction import ReduceOp
 from phalanx.collectives.packing import Packing
 from phalanx.collectives.sums_in_programs import all_reduce
+from phalanx.core.reduction import ReduceOp
 from phalanx.errors import InvalidValueError
 from phalanx.execution.variance import differing_marks
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import Cuts, names_of, parts_of, specs_on
-from phalanx.parallel.planning import Planner, Seen, check_known, dataset_cuts, is_named
+from phalanx.parallel.planning import Planner, Seen, check_known, dataset_cuts
 from phalanx.parallel.running import Running, in_run
+from phalanx.parallel.storing import Known, is_named, like, stored
+from phalanx.parallel.wide_sums import with_wide_sums
 from phalanx.runtime import compat
 from phalanx.runtime.placement import REPLICA_AXIS
 
-__all__ = ["Known", "Program", "Task", "divided", "laid_out", "planned", "whole"]
-
-Known = Mapping[str, tuple[tuple[int, ...], PartitionSpec]]
-"""The shapes and layouts of parameters by name."""
+__all__ = ["Program", "Task", "divided", "laid_out", "planned", "whole"]
 
 
 @dataclass(frozen=True)
@@ -89,20 +88,32 @@ def whole(task: Task, run: Running, specs: Sequence[PartitionSpec], known: Known
         specs: the layout of each leaf of the arguments.
         known: the layouts of the parameters; results that are like them are laid out alike.
     """
+    mesh = run.mesh
+    assert mesh is not None
+    run = replace(run, known=known)
+    function = with_wide_sums(task.function) if task.options.force_fp32_communication else task.function
 
     def traced(*args: Any) -> Any:
         with in_run(run):
-            return task.function(*args)
+            return function(*args)
+
+    def kept(spec: PartitionSpec, leaf: Any) -> PartitionSpec:
+        return stored(spec, leaf, mesh, task.options)
 
     traced.__name__ = getattr(task.function, "__name__", "program")
-    structure = jax.tree.structure(task.args)
-    arguments = jax.tree.unflatten(structure, [NamedSharding(run.mesh, spec) for spec in specs])
+    leaves, structure = jax.tree.flatten(task.args)
+    specs = [
+        kept(spec, leaf) if is_state else spec
+        for spec, leaf, is_state in zip(specs, leaves, task.states(), strict=True)
+    ]
+    arguments = jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
     results = jax.eval_shape(traced, *task.args)
     leaves, shape = jax.tree.flatten(results)
     outs = [
-        None if found is None else NamedSharding(run.mesh, found)
-        for found in (
-            like(name, leaf.shape, known) for name, leaf in zip(names_of(results), leaves, strict=True)
+        None if found is None else NamedSharding(mesh, kept(found, leaf))
+        for leaf, found in (
+            (leaf, like(name, leaf.shape, known))
+            for name, leaf in zip(names_of(results), leaves, strict=True)
         )
     ]
     call = jax.jit(
@@ -112,23 +123,6 @@ def whole(task: Task, run: Running, specs: Sequence[PartitionSpec], known: Known
         donate_argnums=task.donate,
     )
     return Program(call, arguments, known)
-
-
-def like(name: str, shape: Sequence[int], known: Known) -> PartitionSpec | None:
-    """The layout of what is like a parameter: its name ends with the parameter's, of the same shape.
-
-    So the slots of an optimizer, gradients and new values are laid out as their parameters are.
-
-    >>> known = {"a/w": ((4, 2), PartitionSpec("x")), "w": ((4, 2), PartitionSpec())}
-    >>> like("0/mu/a/w", (4, 2), known), like("0/count", (), known)
-    (P('x',), None)
-    """
-    fits = [
-        known_name
-        for known_name, (known_shape, _) in known.items()
-        if known_shape == tuple(shape) and is_named(name, known_name)
-    ]
-    return known[max(fits, key=len)][1] if fits else None
 
 
 def laid_out(task: Task, mesh: Mesh, parameter_plan: Mapping[str, Cuts]) -> tuple[list[Any], Known]:
@@ -177,7 +171,7 @@ def batch_spec(shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(tuple(axes) if len(axes) > 1 else axes[0]) if axes else PartitionSpec()
 
 
-# -- programs that are laid out by a plan -----------------------------------------------------------------
+# -- programs that are laid out by a plan ----------------------------------------------------------
 
 
 def planned(task: Task, planner: Planner) -> Program:
@@ -234,7 +228,7 @@ def _as_loss(task: Task, planner: Planner) -> Callable[..., Any]:
     return laid_out
 
 
-# -- programs of which each device has a part of the batch ----------------------------------------------
+# -- programs of which each device has a part of the batch -----------------------------------------
 
 
 def divided(task: Task, mesh: Mesh, layerwise: Mapping[str, PartitionSpec]) -> Program | None:
@@ -272,7 +266,9 @@ class _Local:
     """What one device runs: its results, and which of them differ between devices."""
 
     def __init__(self, task: Task, run: Running, specs: Sequence[PartitionSpec], known: Known) -> None:
+        assert run.mesh is not None
         self.task, self.run, self.specs, self.known = task, run, specs, known
+        self.mesh = run.mesh
         self.names: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
         self.structure: Any = None
@@ -283,8 +279,11 @@ class _Local:
         """The function of whole arguments, without layouts of results if they are not known yet."""
 
         def local(*args: Any) -> Any:
+            function = self.task.function
+            if self.task.options.force_fp32_communication:
+                function = with_wide_sums(function)
             with in_run(self.run):
-                results = self.task.function(*args)
+                results = function(*args)
             leaves, self.structure = jax.tree.flatten(results)
             leaves = [jnp.asarray(x) for x in leaves]
             self.names, self.shapes = names_of(results), [x.shape for x in leaves]
@@ -299,7 +298,7 @@ class _Local:
         def program(*args: Any) -> Any:
             leaves = jax.shard_map(
                 local,
-                mesh=self.run.mesh,
+                mesh=self.mesh,
                 in_specs=jax.tree.unflatten(structure, list(self.specs)),
                 out_specs=PartitionSpec() if out_specs is None else list(out_specs),
                 check_vma=False,
@@ -339,7 +338,7 @@ class _Local:
         return PartitionSpec(REPLICA_AXIS)
 
     def _part(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
-        counts = [parts_of(e, self.run.mesh) for e in spec]
+        counts = [parts_of(e, self.mesh) for e in spec]
         counts += [1] * (len(shape) - len(counts))
         return tuple(n // c for n, c in zip(shape, counts, strict=True))
 

@@ -20,6 +20,7 @@ from phalanx.parallel.placing import Cuts, factored_mesh, mesh_for, names_of
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import Planner
 from phalanx.parallel.running import Running, value_and_grad
+from phalanx.parallel.storing import Known
 from phalanx.runtime.devices import DeviceLike, default_devices, resolve_devices
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.placement import REPLICA_AXIS, replica_mesh
@@ -160,8 +161,8 @@ def parallelize(
 ) -> Parallelized:
     """A function of JAX in one of the five modes, compiled, and the shardings of its arguments.
 
-    The function is a loss, or a whole step that calls `value_and_grad`. It is written for one device and
-    one batch; `parallel_mode` says how many devices compute it:
+    The function is a loss, or a whole step that calls `value_and_grad`. It is written for one device
+    and one batch; `parallel_mode` says how many devices compute it:
 
     * ``stand_alone``: one.
     * ``data_parallel``: each has a part of the batch and all parameters.
@@ -172,14 +173,14 @@ def parallelize(
 
     Args:
         function: takes and returns nests of arrays.
-        example_args: its arguments; `jax.ShapeDtypeStruct` will do for arrays. Other shapes are compiled
-            when they come.
-        parameters: the numbers of the arguments that are parameters, or other state of a step. The others
-            are batches.
+        example_args: its arguments; `jax.ShapeDtypeStruct` will do for arrays. Other shapes are
+            compiled when they come.
+        parameters: the numbers of the arguments that are parameters, or other state of a step. The
+            others are batches.
         devices: to use; by default all accelerators, or all CPU devices where there is none.
         mesh: of the layouts that are given, in place of devices.
-        parameter_plan: the layouts of parameters by name: a `Layout`, a `PartitionSpec`, or a tuple with
-            the number of parts of each dim.
+        parameter_plan: the layouts of parameters by name: a `Layout`, a `PartitionSpec`, or a tuple
+            with the number of parts of each dim.
         layerwise_parallel: the names of parameters of which each device has its own part, cut along the
             first dim; or their layouts along the axis "replica", by name.
         plan: for ``auto_parallel``, made before; or its file.
@@ -226,8 +227,8 @@ class Parallelized:
         count = len(example_args)
         if any(not -count <= i < count for i in parameters):
             raise InvalidValueError(
-                f"The function has {count} arguments, of which `parameters` are the numbers of the state. "
-                f"Received: parameters={parameters}."
+                f"The function has {count} arguments, of which `parameters` are the numbers of the "
+                f"state. Received: parameters={parameters}."
             )
         self._function, self._setup = function, setup
         self._parameters = tuple(i % count for i in parameters) if count else ()
@@ -298,7 +299,7 @@ class Parallelized:
         """
         number = self._parameters[0] if argument is None else argument
         shardings = self.arguments[number]
-        found = jax.tree.structure(jax.eval_shape(make, *args))
+        found: Any = jax.tree.structure(jax.eval_shape(make, *args))
         if found != jax.tree.structure(shardings):
             raise InvalidValueError(
                 f"The state that was made is not like argument {number}. Received: {found}, and the "
@@ -342,7 +343,7 @@ class Parallelized:
             rank = options.global_rank
             strategy_files.save_groups(options.group_ckpt_save_file, self.mesh, known, rank)
 
-    def _inputs(self) -> modes.Known:
+    def _inputs(self) -> Known:
         """The shapes and layouts of the arguments that are no parameters."""
         found = {}
         for i, arg in enumerate(self._shapes):
@@ -418,8 +419,9 @@ def _build_in_mode(task: modes.Task, setup: Setup, planner: Planner) -> modes.Pr
                 f"batch must be divisible by {mesh.size}. Received: shapes {task.shapes()}"
             )
         specs = [PartitionSpec()] * len(task.shapes())
-        known = {n: (s, PartitionSpec()) for n, s in zip(task.names(), task.shapes(), strict=True)}
-        return modes.whole(task, Running(mesh, task.options), specs, known)
+        pairs = zip(task.names(), task.shapes(), strict=True)
+        whole = {name: (shape, PartitionSpec()) for name, shape in pairs}
+        return modes.whole(task, Running(mesh, task.options), specs, whole)
     mesh = factored_mesh(setup.devices) if setup.mesh is None else setup.mesh
     specs, known = modes.laid_out(task, mesh, setup.parameter_plan)
     return modes.whole(task, Running(mesh, task.options), specs, known)

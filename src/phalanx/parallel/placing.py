@@ -124,8 +124,8 @@ def _checked(cuts: Any, shape: Sequence[int], name: str) -> Cuts:
         return cuts
     if not isinstance(cuts, tuple) or not all(type(count) is int for count in cuts):
         raise InvalidTypeError(
-            f"{name!r} can be cut by a px.parallel.Layout, or by a tuple of the numbers of parts of each "
-            f"dim. Received: {shown(cuts)}"
+            f"{name!r} can be cut by a px.parallel.Layout, or by a tuple of the numbers of parts of "
+            f"each dim. Received: {shown(cuts)}"
         )
     if len(cuts) != len(shape):
         raise InvalidValueError(
@@ -250,8 +250,8 @@ def _regrouped(
             axes.append(left.pop(0)[0])
         if prod(sizes[a] for a in axes) != size:
             raise InvalidValueError(
-                f"The axes of the layout are not made of those of the mesh, {dict(sizes)}. Give the mesh "
-                f"of the layout, as mesh=layout.mesh(). Received: {layout!r}"
+                f"The axes of the layout are not made of those of the mesh, {dict(sizes)}. Give the "
+                f"mesh of the layout, as mesh=layout.mesh(). Received: {layout!r}"
             )
         found[name] = tuple(axes)
     return found

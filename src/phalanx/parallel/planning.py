@@ -19,9 +19,10 @@ from phalanx.parallel.placing import Cuts, names_of, specs_on
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.reading import read
 from phalanx.parallel.searching import search, searched_hardware
+from phalanx.parallel.storing import is_named
 from phalanx.parallel.tracing import Traced, trace
 
-__all__ = ["Planner", "Seen", "check_known", "dataset_cuts", "is_named"]
+__all__ = ["Planner", "Seen", "check_known", "dataset_cuts"]
 
 
 @dataclass(frozen=True)
@@ -204,15 +205,6 @@ def dataset_cuts(options: ParallelOptions, inputs: Sequence[str]) -> dict[str, C
             f"The input shapes size {len(inputs)} is not equal to dataset strategy size {len(strategy)}"
         )
     return dict(zip(inputs, strategy, strict=True))
-
-
-def is_named(path: str, name: str) -> bool:
-    """Whether a path is that of a parameter, or ends with it: in a larger state, or in an optimizer's.
-
-    >>> is_named("0/mu/layer/kernel", "layer/kernel"), is_named("0/mu/layer/kernel", "nel")
-    (True, False)
-    """
-    return not name or path == name or path.endswith(f"/{name}")
 
 
 def check_known(given: Iterable[str], names: Sequence[str]) -> None:

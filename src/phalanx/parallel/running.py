@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
 
 from phalanx.collectives.packing import Packing
 from phalanx.collectives.sums_in_programs import all_reduce
@@ -22,6 +23,8 @@ from phalanx.core.reduction import ReduceOp, divide
 from phalanx.errors import InvalidTypeError
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import names_of
+from phalanx.parallel.storing import Known, like, stored
+from phalanx.parallel.wide_sums import is_narrow
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.placement import REPLICA_AXIS
 
@@ -48,6 +51,7 @@ class Running:
         combines: whether `value_and_grad` combines what the devices have; it does once, at the outside.
         layerwise: the names of parameters of which each device has its own part.
         planner: who lays out losses, in a mode that searches.
+        known: the layouts of parameters, in a mode that sees whole arrays.
     """
 
     mesh: Mesh | None
@@ -56,8 +60,10 @@ class Running:
     combines: bool = False
     layerwise: frozenset[str] = frozenset()
     planner: LaysOut | None = None
+    known: Known = field(default_factory=dict)
 
 
+_GATHERED = "gathered parameter"
 _running: contextvars.ContextVar[Running | None] = contextvars.ContextVar("parallel run", default=None)
 
 
@@ -82,9 +88,9 @@ def value_and_grad(
     """`jax.value_and_grad` for steps that run in any mode.
 
     In a program of one device, and in one that sees the whole batch, it is `jax.value_and_grad`. In
-    ``data_parallel`` and ``hybrid_parallel`` each device has a part of the batch; then the value and the
-    gradients are summed over the devices, or averaged if ``gradients_mean`` is set. In ``auto_parallel``
-    the loss is laid out by the plan.
+    ``data_parallel`` and ``hybrid_parallel`` each device has a part of the batch; then the value and
+    the gradients are summed over the devices, or averaged if ``gradients_mean`` is set. In
+    ``auto_parallel`` the loss is laid out by the plan.
 
     Args:
         loss: a function of parameters and a batch.
@@ -104,19 +110,68 @@ def value_and_grad(
         function = loss
         if run is not None and run.planner is not None:
             function = run.planner.laid_out(loss, args, argnums)
+        if run is not None and run.known and run.options.optimizer_level == "level3":
+            function = _gathering_again(function, argnums, run)
         with in_run(None if run is None else replace(run, combines=False, planner=None)):
             value, gradients = jax.value_and_grad(function, argnums, has_aux)(*args)
-        if run is None or not run.combines:
+        if run is None:
             return value, gradients
-        names = names_of(gradients)
-        if not isinstance(argnums, int):  # the first part is the number of the argument
-            names = [name.partition("/")[2] or name for name in names]
+        names = _names(gradients, argnums)
+        if not run.combines:
+            return value, _cut(gradients, names, run)
         total, aux = value if has_aux else (value, None)
         own = [name in run.layerwise for name in names]
         total, gradients = combined(run.options, total, gradients, own)
         return ((total, aux) if has_aux else total), gradients
 
     return differentiated
+
+
+def _names(nest: Any, argnums: int | Sequence[int]) -> list[str]:
+    """The names of gradients, without the numbers of arguments."""
+    names = names_of(nest)
+    return names if isinstance(argnums, int) else [n.partition("/")[2] or n for n in names]
+
+
+def _cut(gradients: Any, names: Sequence[str], run: Running) -> Any:
+    """Gradients in the parts in which the parameters are kept, if the optimizer's level says so."""
+    options = run.options
+    if not options.enable_parallel_optimizer or options.optimizer_level in (None, "level1"):
+        return gradients
+    leaves, structure = jax.tree.flatten(gradients)
+    found = [_constrained(g, n, run, is_stored=True) for g, n in zip(leaves, names, strict=True)]
+    return jax.tree.unflatten(structure, found)
+
+
+def _constrained(x: Any, name: str, run: Running, is_stored: bool) -> Any:
+    spec = like(name, x.shape, run.known)
+    if spec is None or run.mesh is None:
+        return x
+    if is_stored:
+        spec = stored(spec, x, run.mesh, run.options)
+    return lax.with_sharding_constraint(x, NamedSharding(run.mesh, spec))
+
+
+def _gathering_again(
+    loss: Callable[..., Any], argnums: int | Sequence[int], run: Running
+) -> Callable[..., Any]:
+    """A loss that gathers parameters, and for its gradient once more instead of keeping them."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def gathered(arg: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arg)
+        whole = [
+            checkpoint_name(_constrained(x, n, run, is_stored=False), _GATHERED)
+            for x, n in zip(leaves, names_of(arg), strict=True)
+        ]
+        return jax.tree.unflatten(structure, whole)
+
+    def again(*args: Any) -> Any:
+        chosen = {i % len(args) for i in numbers}
+        return loss(*(gathered(arg) if i in chosen else arg for i, arg in enumerate(args)))
+
+    policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
+    return jax.checkpoint(again, policy=policy)
 
 
 def combined(
@@ -150,5 +205,4 @@ def combined(
 def _wide(x: Any) -> jax.Array:
     """What is summed: 16-bit numbers lose too much in sums."""
     x = jnp.asarray(x)
-    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
-    return x.astype(jnp.float32) if is_narrow else x
+    return x.astype(jnp.float32) if is_narrow(x) else x

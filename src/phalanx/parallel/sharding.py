@@ -30,8 +30,8 @@ def shard(
     """A function whose arguments and results are laid out as given; the rest is up to XLA.
 
     Layouts count in ``semi_auto_parallel`` and ``auto_parallel``: in a program of `parallelize`, in
-    `AutoParallelStrategy.run`, or in `jax.jit` while the context says so. In other modes the function is
-    as it was. Gradients are laid out like the arrays that they belong to.
+    `AutoParallelStrategy.run`, or in `jax.jit` while the context says so. In other modes the function
+    is as it was. Gradients are laid out like the arrays that they belong to.
 
     Args:
         fn: a function of arrays.

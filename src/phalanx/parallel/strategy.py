@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -25,8 +26,10 @@ from phalanx.parallel.options import AUTO_MODES, changed
 from phalanx.parallel.parallelizing import Setup, set_up
 from phalanx.parallel.placing import Cuts, factored_mesh, fitting, specs_on
 from phalanx.parallel.plan import Plan
-from phalanx.parallel.planning import Planner, dataset_cuts, is_named
+from phalanx.parallel.planning import Planner, dataset_cuts
 from phalanx.parallel.running import Running, in_run
+from phalanx.parallel.storing import is_named, stored
+from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, device_name
 from phalanx.strategies.input import DistributesInput
 
@@ -41,12 +44,13 @@ class AutoParallelStrategy(Strategy):
     fits no single device can be made.
 
     Args:
-        plan: from `px.parallel.search`, or its file. Variables with the names of its parameters are laid
-            out by it, and batches like its inputs. None if layouts are given, or if `search` follows.
+        plan: from `px.parallel.search`, or its file. Variables with the names of its parameters are
+            laid out by it, and batches like its inputs. None if layouts are given, or if `search`
+            follows.
         devices: to use; by default all accelerators, or all CPU devices where there is none.
         mesh: of the layouts, in place of devices.
-        parameter_plan: the layouts of variables by name: a `px.parallel.Layout`, a `PartitionSpec`, or a
-            tuple with the number of parts of each dim. Other variables are whole on every device.
+        parameter_plan: the layouts of variables by name: a `px.parallel.Layout`, a `PartitionSpec`, or
+            a tuple with the number of parts of each dim. Other variables are whole on every device.
         hardware: what the devices can do; see `px.parallel.search`.
         memory: the bytes that each device may hold; see `px.parallel.search`.
         time_limit: the seconds that a search may take.
@@ -192,7 +196,7 @@ class AutoParallelExtended(DistributesInput):
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
     ) -> Any:
-        """See `StrategyExtended.reduce_to`; what goes to a variable of the strategy stays where it is."""
+        """See `StrategyExtended.reduce_to`; what goes to a variable stays where it is."""
         if isinstance(destinations, LaidOutVariable):
             return value
         return super().reduce_to(reduce_op, value, destinations, options)
@@ -209,22 +213,32 @@ class AutoParallelExtended(DistributesInput):
             return [value for value, _ in pairs]
         return super().batch_reduce_to(reduce_op, pairs, options)
 
-    # -- variables ---------------------------------------------------------------------------------------
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """See `StrategyExtended.broadcast_to`."""
+        if isinstance(destinations, LaidOutVariable):
+            return tensor
+        return super().broadcast_to(tensor, destinations)
+
+    # -- variables ---------------------------------------------------------------------------------
+
+    def _creation(self) -> AbstractContextManager[None]:
+        return compat.evaluating()  # in which the parts of an initial value are one program
 
     def _create_variable_from(self, initial: InitialValue, kinds: tuple[Any, ...]) -> Variable:
         shape, initial = initial_shape(initial)
         given = tuple(initial.shape) if initial.shape is not None else tuple(shape.shape)
         if given != tuple(shape.shape):
             raise InvalidValueError(
-                f"The initial value of variable {initial.name!r} does not have the shape that was asked "
-                f"for. Received: shape={given} and an initial value of shape {tuple(shape.shape)}"
+                f"The initial value of variable {initial.name!r} does not have the shape that was "
+                f"asked for. Received: shape={given} and an initial value of shape {tuple(shape.shape)}"
             )
-        sharding = self._sharding(initial.name, shape)
+        spec = stored(self._layout(initial.name, shape).spec, shape, self._mesh, self._setup.options)
+        sharding = NamedSharding(self._mesh, spec)
         value = initial_parts(initial, sharding)
         self._has_variables = True
         return LaidOutVariable(VariableSpec(value, *kinds), self._strategy, sharding)
 
-    def _sharding(self, name: str, value: Any) -> NamedSharding:
+    def _layout(self, name: str, value: Any) -> NamedSharding:
         """The layout of a variable: by its name, that of its neighbour or of its value, or whole."""
         for known, cuts in self._layouts.items():
             if is_named(name, known) and known:
@@ -238,7 +252,7 @@ class AutoParallelExtended(DistributesInput):
             return present
         return NamedSharding(self._mesh, PartitionSpec())
 
-    # -- input ---------------------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------
 
     def _input_place(self) -> Callable[[int, Any], Any]:
         options, mesh, planned = self._setup.options, self._mesh, self._inputs

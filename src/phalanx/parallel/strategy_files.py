@@ -1,7 +1,7 @@
 """Strategy files: layouts that are written when they are known, and kept when they are read.
 
-The fields are those of MindSpore's strategy files in JSON. A file that was written in `auto_parallel` has
-the whole plan in it as well.
+The fields are those of MindSpore's strategy files in JSON. A file that was written in `auto_parallel`
+has the whole plan in it as well.
 """
 
 from __future__ import annotations
