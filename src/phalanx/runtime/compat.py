@@ -236,8 +236,7 @@ def _evaluation() -> Any:
 
 def evaluating() -> AbstractContextManager[None]:
     """Compute at once, also while a program is traced; functions that are traced inside are not."""
-    outside: AbstractContextManager[None] = jax.core.eval_context()
-    return outside
+    return jax.core.eval_context()
 
 
 def is_transformation(trace: Any) -> bool:
