@@ -105,6 +105,30 @@ def test_small_gradients_travel_together() -> None:
     assert text.count("stablehlo.all_reduce") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"comm_fusion": {"openstate": False}}, 4),
+        ({"comm_fusion": {"allreduce": {"mode": "size", "config": 0}}}, 4),
+        ({"comm_fusion": {"allreduce": {"mode": "size", "config": 1}}}, 1),
+        ({"comm_fusion": {"allreduce": {"mode": "index", "config": [0, 1]}}}, 3),
+        ({"all_reduce_fusion_config": [1, 7]}, 2),
+    ],
+    ids=str,
+)
+def test_options_say_which_gradients_travel_together(options: Any, count: int) -> None:
+    """The loss travels with the first ones, or alone."""
+    program = parallelize(
+        step,
+        (state_of(PARAMS), *BATCHES[0]),
+        parallel_mode="data_parallel",
+        devices=jax.devices()[:2],
+        **options,
+    )
+    text = program.lower(state_of(PARAMS), *BATCHES[0]).as_text()
+    assert text.count("stablehlo.all_reduce") == count
+
+
 def test_a_step_with_local_gradients_is_refused() -> None:
     def wrong(params: Any, x: Any, y: Any) -> Any:
         loss, gradients = jax.value_and_grad(mlp)(params, x, y)
@@ -436,6 +460,10 @@ def test_options_that_do_not_go_together() -> None:
     args = (PARAMS, *BATCHES[0])
     with pytest.raises(UnsupportedError, match="pipeline_stages=2"):
         parallelize(mlp, args, parallel_mode="semi_auto_parallel", pipeline_stages=2)
+    with pytest.raises(UnsupportedError, match="dump_local_norm=True"):
+        parallelize(mlp, args, parallel_mode="data_parallel", dump_local_norm=True)
+    with pytest.raises(UnsupportedError, match="enable_parallel_optimizer=True in data_parallel"):
+        parallelize(mlp, args, parallel_mode="data_parallel", enable_parallel_optimizer=True)
     with pytest.raises(InvalidOptionsError, match="device_num=9, and there are 8 devices"):
         parallelize(mlp, args, parallel_mode="data_parallel", device_num=9)
     with pytest.raises(InvalidOptionsError, match="parameter_plan is for semi_auto_parallel"):

@@ -52,6 +52,18 @@ class Setup:
     hardware: Hardware | str | None
     limits: Mapping[str, Any]
 
+    def planner(self) -> Planner:
+        """Who finds plans for losses."""
+        return Planner(
+            self.options,
+            self.devices,
+            self.mesh,
+            self.hardware,
+            self.limits,
+            self.parameter_plan,
+            self.plan,
+        )
+
 
 def set_up(
     options: ParallelOptions,
@@ -70,7 +82,7 @@ def set_up(
         )
     available = _available(options, devices, mesh)
     check_together(options, len(available))
-    _check_pipeline(options)
+    _check_acting(options)
     chosen = available[: 1 if options.parallel_mode == "stand_alone" else options.device_num]
     if mesh is not None and len(chosen) != len(available):
         raise InvalidOptionsError(
@@ -101,20 +113,54 @@ def _available(
     options: ParallelOptions, devices: Sequence[DeviceLike] | None, mesh: Mesh | None
 ) -> tuple[jax.Device, ...]:
     if mesh is not None:
-        return tuple(mesh.devices.flat)
-    return default_devices() if devices is None else resolve_devices(devices)
+        found = tuple(mesh.devices.flat)
+    else:
+        found = default_devices() if devices is None else resolve_devices(devices)
+    if any(device.process_index != jax.process_index() for device in found):
+        raise UnsupportedError(
+            "These programs run on the devices of one process. Use px.MultiWorkerMirroredStrategy for "
+            f"several. Received: devices of other processes among {len(found)}"
+        )
+    return found
 
 
-def _check_pipeline(options: ParallelOptions) -> None:
-    names = ("pipeline_stages", "pipeline_segments", "pipeline_result_broadcast", "auto_pipeline")
+_PIPELINE = (
+    "pipeline_stages",
+    "pipeline_segments",
+    "pipeline_result_broadcast",
+    "pipeline_interleave",
+    "pipeline_scheduler",
+    "auto_pipeline",
+)
+_ELSEWHERE = {
+    **dict.fromkeys(
+        _PIPELINE,
+        "Programs cannot be cut into the stages of a pipeline yet; auto_parallel cuts within operators",
+    ),
+    **dict.fromkeys(
+        ("dump_local_norm", "dump_device_local_norm"),
+        "Norms of local gradients are not told by these programs",
+    ),
+    "loss_repeated_mean": "Gradients that count repeated losses several times are not made here",
+}
+"""Options that no program of this module acts on, and why."""
+
+
+def _check_acting(options: ParallelOptions) -> None:
+    """Refuse options that would be ignored."""
     default = ParallelOptions()
-    for name in (*names, "pipeline_interleave", "pipeline_scheduler"):
+    for name, reason in _ELSEWHERE.items():
         if getattr(options, name) != getattr(default, name):
             raise UnsupportedError(
-                "Programs cannot be cut into the stages of a pipeline yet. Reset the option, and use "
-                "another mode: auto_parallel cuts within operators. "
+                f"{reason}. Leave the option at {getattr(default, name)!r}. "
                 f"Received: {name}={getattr(options, name)!r}"
             )
+    divided = options.parallel_mode in ("data_parallel", "hybrid_parallel")
+    if options.enable_parallel_optimizer and divided:
+        raise UnsupportedError(
+            "Programs of functions keep the state in parts in semi_auto_parallel and auto_parallel. "
+            f"Received: enable_parallel_optimizer=True in {options.parallel_mode}"
+        )
 
 
 def _check_mode(mode: str, parameter_plan: Any, layerwise: Any, plan: Any) -> None:
@@ -234,15 +280,7 @@ class Parallelized:
         self._parameters = tuple(i % count for i in parameters) if count else ()
         self._donated = donated
         self._programs: dict[Any, modes.Program] = {}
-        self._planner = Planner(
-            setup.options,
-            setup.devices,
-            setup.mesh,
-            setup.hardware,
-            setup.limits,
-            setup.parameter_plan,
-            setup.plan,
-        )
+        self._planner = setup.planner()
         self._first = self._program(example_args, False)
         self._shapes = jax.eval_shape(lambda *x: x, *self._parts(example_args)[0])
         self._write_files()

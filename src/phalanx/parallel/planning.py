@@ -40,6 +40,17 @@ class Seen:
     names: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class _Program:
+    """A loss that needs a plan."""
+
+    loss: Callable[..., Any]
+    shapes: Any
+    argnums: int | Sequence[int]
+    traced: Traced
+    training: bool
+
+
 @dataclass
 class Planner:
     """Finds plans for losses, all on one mesh and with one layout per parameter.
@@ -80,9 +91,11 @@ class Planner:
             argnums: which of them are parameters.
             training: whether its gradient will be computed.
         """
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype), tuple(args))
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x)), tuple(args)
+        )
         traced = trace(loss, shapes, argnums)
-        plan = self._plan(loss, shapes, argnums, traced, training)
+        plan = self._plan(_Program(loss, shapes, argnums, traced, training))
         if self.first is None:
             self.first = plan
         if self.seen is not None:
@@ -107,32 +120,19 @@ class Planner:
             return self.mesh
         return plan.device_mesh(self.devices)
 
-    def _plan(
-        self,
-        loss: Any,
-        shapes: Any,
-        argnums: int | Sequence[int],
-        traced: Traced,
-        training: bool,
-    ) -> Plan:
-        graph = read(traced.closed, traced.names, traced.results, traced.parameters, training)
+    def _plan(self, program: _Program) -> Plan:
+        traced = program.traced
+        graph = read(traced.closed, traced.names, traced.results, traced.parameters, program.training)
         fingerprint = graph.fingerprint()
         if fingerprint not in self.known:
             given = self.given
             if given is not None and given.fingerprint == fingerprint and not self.parameter_plan:
                 self.known[fingerprint] = given
             else:
-                self.known[fingerprint] = self._searched(loss, shapes, argnums, traced, training)
+                self.known[fingerprint] = self._searched(program)
         return self.known[fingerprint]
 
-    def _searched(
-        self,
-        loss: Any,
-        shapes: Any,
-        argnums: int | Sequence[int],
-        traced: Traced,
-        training: bool,
-    ) -> Plan:
+    def _searched(self, program: _Program) -> Plan:
         options = self.options
         mode = "sharding_propagation" if options.sharding_propagation else options.search_mode
         hardware = searched_hardware(self.hardware).replace(all_to_all=options.enable_alltoall)
@@ -141,14 +141,14 @@ class Planner:
         if before is not None and self.mesh is None:
             where = before.mesh
         return search(
-            loss,
-            shapes,
+            program.loss,
+            program.shapes,
             where,
             hardware,
             mode=mode,
-            parameters=argnums,
-            training=training,
-            pins=self._pins(traced, before),
+            parameters=program.argnums,
+            training=program.training,
+            pins=self._pins(program.traced, before),
             **self.limits,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
-from phalanx.collectives.packing import Packing
+from phalanx.collectives.packing import TOGETHER, UNPACKED, Packing
 from phalanx.collectives.sums_in_programs import all_reduce
 from phalanx.core.reduction import ReduceOp, divide
 from phalanx.errors import InvalidTypeError
@@ -192,7 +193,7 @@ def combined(
     op = ReduceOp.MEAN if options.gradients_mean else ReduceOp.SUM
     shared = [i for i, is_own in enumerate(own) if not is_own]
     given = [_wide(value), *(_wide(leaves[i]) for i in shared)]
-    summed = all_reduce(op, given, Packing())
+    summed = _summed(options, op, given)
     found = list(leaves)
     for i, x in zip(shared, summed[1:], strict=True):
         found[i] = x.astype(leaves[i].dtype)
@@ -200,6 +201,28 @@ def combined(
         count = lax.axis_size(REPLICA_AXIS)
         found = [divide(x, count) if is_own else x for x, is_own in zip(found, own, strict=True)]
     return summed[0].astype(jnp.asarray(value).dtype), jax.tree.unflatten(structure, found)
+
+
+def _summed(options: ParallelOptions, op: ReduceOp, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """The loss and gradients of all devices, in as many messages as the options of fusion say.
+
+    By default small ones travel together, which is fastest.
+    """
+    fusion = options.comm_fusion
+    chosen = fusion["allreduce"]
+    ends = options.all_reduce_fusion_config
+    if not fusion["openstate"]:
+        return all_reduce(op, xs, UNPACKED)
+    if chosen["mode"] == "index":
+        ends = tuple(chosen["config"])
+    if ends:  # of packs of gradients, the first of which has the loss too
+        bounds = [0, *(end + 2 for end in ends if end + 2 < len(xs)), len(xs)]
+        packs = [xs[a:b] for a, b in itertools.pairwise(bounds)]
+        return [x for pack in packs for x in all_reduce(op, pack, TOGETHER)]
+    if chosen["mode"] == "size":
+        size = chosen["config"] << 20
+        return all_reduce(op, xs, Packing(bytes_per_pack=size) if size else UNPACKED)
+    return all_reduce(op, xs, Packing())
 
 
 def _wide(x: Any) -> jax.Array:

@@ -26,7 +26,7 @@ from phalanx.parallel.options import AUTO_MODES, changed
 from phalanx.parallel.parallelizing import Setup, set_up
 from phalanx.parallel.placing import Cuts, factored_mesh, fitting, specs_on
 from phalanx.parallel.plan import Plan
-from phalanx.parallel.planning import Planner, dataset_cuts
+from phalanx.parallel.planning import dataset_cuts
 from phalanx.parallel.running import Running, in_run
 from phalanx.parallel.storing import is_named, stored
 from phalanx.runtime import compat
@@ -136,15 +136,7 @@ class AutoParallelExtended(DistributesInput):
         self._mesh = factored_mesh(setup.devices) if setup.mesh is None else setup.mesh
         self._ops = ReductionToOneDevice()
         self._has_variables = False
-        self._planner = Planner(
-            setup.options,
-            setup.devices,
-            setup.mesh,
-            setup.hardware,
-            setup.limits,
-            setup.parameter_plan,
-            setup.plan,
-        )
+        self._planner = setup.planner()
         self._layouts: dict[str, Cuts] = {}
         if setup.plan is not None:
             self._layouts |= {n: t.spec for n, t in setup.plan.parameters.items()}
