@@ -65,6 +65,12 @@ from phalanx.errors import PhalanxError as PhalanxError
 from phalanx.execution.function import Function as Function, function as function
 from phalanx.execution.gradients import grad as grad, value_and_grad as value_and_grad
 from phalanx.execution.loops import Range as range
+from phalanx.parallel.context import (
+    get_auto_parallel_context as get_auto_parallel_context,
+    reset_auto_parallel_context as reset_auto_parallel_context,
+    set_auto_parallel_context as set_auto_parallel_context,
+)
+from phalanx.parallel.strategy import AutoParallelStrategy as AutoParallelStrategy
 from phalanx.parameter_server.remote_variable import RemoteVariable as RemoteVariable
 from phalanx.parameter_server.sharded_variable import ShardedVariable as ShardedVariable
 from phalanx.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy

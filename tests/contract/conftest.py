@@ -29,6 +29,7 @@ STRATEGIES: dict[str, Callable[[], px.Strategy]] = {
     ),
     "central_storage_1": lambda: px.CentralStorageStrategy(_cpus(1)),
     "central_storage_3": lambda: px.CentralStorageStrategy(_cpus(3), "CPU:0"),
+    "auto_parallel_4": lambda: px.AutoParallelStrategy(devices=_cpus(4)),
     "parameter_server_1": lambda: Job(2).strategy,
     "parameter_server_2": lambda: Job(2, compute_devices=_cpus(2)).strategy,
 }

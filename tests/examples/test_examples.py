@@ -56,6 +56,16 @@ def test_four_replicas_learn_what_one_device_learns(
     assert same(losses(script, "--strategy", strategy, "--replicas", "4"), of_one_device)
 
 
+def test_an_mlp_in_two_modes() -> None:
+    """All modes are in the tests of `px.parallel`."""
+    found = [
+        re.findall(r"^epoch .*$", start("auto_parallel.py", "--mode", mode).stdout, re.MULTILINE)
+        for mode in ("auto_parallel", "semi_auto_parallel")
+    ]
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
+
+
 def test_replicas_must_divide_the_batch() -> None:
     done = start("custom_training_loop.py", "--replicas", "3")
     assert done.returncode == 2

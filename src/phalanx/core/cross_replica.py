@@ -359,8 +359,10 @@ def destination_devices(destinations: Any, lists: bool = False) -> tuple[jax.Dev
 
 
 def _device_of(x: Any) -> tuple[jax.Device, ...]:
-    if isinstance(x, Variable) and x._device is not None:
-        return (x._device,)
+    if isinstance(x, Variable):
+        if x._device is not None:
+            return (x._device,)
+        x = x._value
     if compat.is_tracer(x):
         return ()
     if isinstance(x, jax.Array):

@@ -91,6 +91,10 @@ class StrategyExtended:
         """Hook: make a variable."""
         raise UnsupportedError(f"{type(self).__name__} cannot make variables")
 
+    def _creation(self) -> AbstractContextManager[None]:
+        """Hook: what variables are made in: at once, also while a program is traced."""
+        return jax.ensure_compile_time_eval()
+
     def _create_variable_from(self, initial: InitialValue, kinds: tuple[Any, ...]) -> Variable:
         """Hook: make a variable whose initial value may have to be made in parts.
 
@@ -115,6 +119,10 @@ class StrategyExtended:
         """
         del name, given_up
         return [value]
+
+    def _input_place(self) -> Callable[[int, Any], Any] | None:
+        """Hook: who puts the leaves of elements on devices, given their numbers; None for replicas."""
+        return None
 
     def _distribute_dataset(self, dataset: Any, options: Any) -> Any:
         """Hook: divide a dataset over workers and replicas."""

@@ -87,6 +87,9 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
         super().__init_subclass__(**kwargs)
         compat.register_array_like(cls, lambda v: v._array())
 
+    _keeps_layout = False
+    """Whether an array over several devices is held as it is, also if each of them has all of it."""
+
     instead = "Send what it holds, v.numpy(), and make a variable there; or use px.train.snapshot."
 
     def __init__(
@@ -476,8 +479,7 @@ def create_variable(
     kinds = (bool(trainable), name, synchronization, aggregation, constraint)
 
     def make(strategy: Strategy) -> Variable:
-        # A variable that is made while a program is traced is made at once, not in the program.
-        with jax.ensure_compile_time_eval():
+        with strategy.extended._creation():
             return strategy.extended._create_variable_from(initial, kinds)
 
     replica = ctx.active_replica()

@@ -337,6 +337,8 @@ def as_held(variable: Variable, x: Any) -> Any:
 
 def wrapper(variable: Variable) -> Callable[[jax.Array], Any]:
     """Makes what a variable holds after a program, around the array that the program returned."""
+    if variable._keeps_layout:
+        return _as_it_is
     value = variable._value
     if isinstance(value, Mirrored | PerReplica) and value.array is not None:
         return _wrapping(type(value), value.layout)

@@ -1,12 +1,20 @@
-"""`px.parallel`: programs that are laid out over devices by a plan, which is searched.
+"""`px.parallel`: programs that are laid out over devices, by MindSpore's modes or by a searched plan.
 
-`search` reads a function, finds the cheapest layout of all of its tensors, and proves that there is
-none cheaper by its model of costs.
+`parallelize` gives a function in one of five modes. `search` reads a function, finds the cheapest
+layout of all of its tensors, and proves that there is none cheaper by its model of costs.
 """
 
 from phalanx.parallel.applying import apply
+from phalanx.parallel.auto_parallel import AutoParallel, ParallelMode
+from phalanx.parallel.context import (
+    get_auto_parallel_context,
+    reset_auto_parallel_context,
+    set_auto_parallel_context,
+)
+from phalanx.parallel.device_layout import Layout
 from phalanx.parallel.hardware import Device, Hardware, Measurements, fit, profile
 from phalanx.parallel.mesh import DeviceMesh, Link, Topology, mesh_of, meshes
+from phalanx.parallel.parallelizing import Parallelized, parallelize
 from phalanx.parallel.plan import (
     Alternative,
     MemoryUse,
@@ -17,17 +25,25 @@ from phalanx.parallel.plan import (
     Shardings,
     TensorPlan,
 )
+from phalanx.parallel.running import value_and_grad
 from phalanx.parallel.searching import search
+from phalanx.parallel.sharding import shard
+from phalanx.parallel.strategy import AutoParallelStrategy
 
 __all__ = [
     "Alternative",
+    "AutoParallel",
+    "AutoParallelStrategy",
     "Device",
     "DeviceMesh",
     "Hardware",
+    "Layout",
     "Link",
     "Measurements",
     "MemoryUse",
     "OperatorPlan",
+    "ParallelMode",
+    "Parallelized",
     "Plan",
     "PlannedCollective",
     "RunnerUp",
@@ -36,8 +52,14 @@ __all__ = [
     "Topology",
     "apply",
     "fit",
+    "get_auto_parallel_context",
     "mesh_of",
     "meshes",
+    "parallelize",
     "profile",
+    "reset_auto_parallel_context",
     "search",
+    "set_auto_parallel_context",
+    "shard",
+    "value_and_grad",
 ]

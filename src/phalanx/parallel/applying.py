@@ -57,7 +57,7 @@ def apply(
                 f"Received: the program {graph.fingerprint()}, a plan for {plan.fingerprint}."
             )
         keys = {node.place: node.key for node in graph.nodes if node.place}
-        interpreter = _Interpreter(plan, used, keys)
+        interpreter = Interpreter({o.key: o for o in plan.operators}, used, keys)
         leaves = jax.tree.leaves(args)
         tensors = {**plan.parameters, **plan.inputs}
         given = [
@@ -72,16 +72,28 @@ def apply(
     return applied
 
 
-class _Interpreter:
-    """Runs a jaxpr with the constraints of a plan."""
+class Interpreter:
+    """Runs a jaxpr with the constraints of a plan.
 
-    def __init__(self, plan: Plan, mesh: Mesh, keys: Mapping[Any, str]) -> None:
-        self.mesh, self.keys = mesh, keys
-        self.operators: dict[str, OperatorPlan] = {o.key: o for o in plan.operators}
+    Args:
+        operators: what the plan says of them, by their keys.
+        mesh: the devices; None if there are no operators.
+        keys: of the operators, by their places in the jaxpr.
+    """
+
+    def __init__(
+        self, operators: Mapping[str, OperatorPlan], mesh: Mesh | None, keys: Mapping[Any, str]
+    ) -> None:
+        self.operators, self.mesh, self.keys = operators, mesh, keys
+
+    def evaluate(self, jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of one equation."""
+        found: Sequence[Any] = program_parts.eval_equation(jaxpr, eqn, operands)
+        return found
 
     def constrained(self, x: Any, spec: PartitionSpec) -> Any:
         """A value in a layout."""
-        if not getattr(x, "ndim", 0):
+        if not getattr(x, "ndim", 0) or self.mesh is None:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
@@ -144,7 +156,7 @@ class _Interpreter:
         # them.
         if not name.startswith("custom"):
             operands = [self.routed(x, place, i) for i, x in enumerate(operands)]
-        outs = program_parts.eval_equation(jaxpr, eqn, operands)
+        outs = self.evaluate(jaxpr, eqn, operands)
         return [self.result(x, place, i) for i, x in enumerate(outs)]
 
     def _inner(self, inner: Any, operands: Sequence[Any], place: tuple[Any, ...]) -> list[Any]:

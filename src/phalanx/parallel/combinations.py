@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from phalanx.errors import InvalidOptionsError
-from phalanx.parallel.options import ParallelOptions
+from phalanx.parallel.options import AUTO_MODES, ParallelOptions
 
 __all__ = ["check_together", "conflicts"]
 
-_AUTO = ("semi_auto_parallel", "auto_parallel")
 _MOST_RECURSIVE = 1024
 
 
@@ -58,7 +57,7 @@ def _mode_conflicts(options: ParallelOptions) -> list[str]:
     found = []
     mode = options.parallel_mode
     is_cut = not isinstance(options.dataset_strategy, str) or options.dataset_strategy == "full_batch"
-    if mode not in _AUTO and (options.full_batch or is_cut):
+    if mode not in AUTO_MODES and (options.full_batch or is_cut):
         found.append(
             "full_batch could only be used under semi_auto_parallel or auto_parallel, and so could "
             "layouts in dataset_strategy"

@@ -1,7 +1,4 @@
-"""The options that are in force: for the whole process, or for a block of code.
-
-Not public yet: nothing reads them.
-"""
+"""The options that are in force: for the whole process, or for a block of code."""
 
 from __future__ import annotations
 

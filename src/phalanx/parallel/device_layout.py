@@ -89,17 +89,27 @@ class Layout:
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """The layout in JAX's form."""
+        """The layout in JAX's form. Copies on one device are not in it: XLA overlaps by itself."""
         return PartitionSpec(*(_as_spec(axis) for axis in self.axes))
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Into how many parts each dim is cut."""
-        sizes = dict(zip(self._names, self._matrix, strict=True))
+        """Into how many parts each dim is cut, on all devices."""
+        sizes = self.axis_sizes
         return tuple(
-            math.prod(sizes[n] for n in (a if isinstance(a, tuple) else (a,)) if n != _WHOLE)
-            for a in self.axes
+            math.prod(sizes.get(n, 1) for n in (a if isinstance(a, tuple) else (a,))) for a in self.axes
         )
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The number of devices along each axis."""
+        pairs = zip(self._names, self._matrix, strict=True)
+        return {name: size for name, size in pairs if name != _VIRTUAL}
+
+    @property
+    def ranks(self) -> list[int]:
+        """The numbers of the devices, in the order of the matrix."""
+        return list(self._ranks)
 
     def mesh(self, devices: tuple[jax.Device, ...] | None = None) -> Mesh:
         """The devices as a mesh of JAX."""
@@ -110,8 +120,11 @@ class Layout:
                 f"{len(available)}. Received: {self!r}"
             )
         chosen = np.array([available[rank] for rank in self._ranks], dtype=object)
+        sizes = self.axis_sizes
         return Mesh(
-            chosen.reshape(self._matrix), self._names, axis_types=(AxisType.Auto,) * len(self._names)
+            chosen.reshape(tuple(sizes.values())),
+            tuple(sizes),
+            axis_types=(AxisType.Auto,) * len(sizes),
         )
 
     def sharding(self, devices: tuple[jax.Device, ...] | None = None) -> NamedSharding:
@@ -137,9 +150,7 @@ class Layout:
         return -1 if axis == _WHOLE else len(self._names) - 1 - self._names.index(axis)
 
     def _checked_ranks(self, ranks: list[int] | None) -> list[int]:
-        count = math.prod(
-            size for size, name in zip(self._matrix, self._names, strict=True) if name != _VIRTUAL
-        )
+        count = math.prod(self.axis_sizes.values())
         if ranks is None:
             return list(range(count))
         if not isinstance(ranks, list):
@@ -194,6 +205,6 @@ def _check_names(names: Any) -> None:
 
 def _as_spec(axis: Any) -> Any:
     if isinstance(axis, tuple):
-        kept = tuple(name for name in axis if name != _WHOLE)
+        kept = tuple(name for name in axis if name not in (_WHOLE, _VIRTUAL))
         return kept or None
-    return None if axis == _WHOLE else axis
+    return None if axis in (_WHOLE, _VIRTUAL) else axis

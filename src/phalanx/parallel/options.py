@@ -20,6 +20,7 @@ from phalanx.parallel.option_checks import (
 )
 
 __all__ = [
+    "AUTO_MODES",
     "MODES",
     "READABLE",
     "SCHEDULERS",
@@ -30,6 +31,7 @@ __all__ = [
     "read",
 ]
 
+AUTO_MODES = ("semi_auto_parallel", "auto_parallel")
 MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
 SEARCH_MODES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
 SCHEDULERS = ("1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v")

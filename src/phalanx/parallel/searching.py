@@ -92,7 +92,7 @@ def search(
     if mode not in MODES:
         raise InvalidValueError(f"Known search modes are {', '.join(MODES)}. Received: mode={mode!r}.")
     start = time.monotonic()
-    hardware = _hardware(hardware)
+    hardware = searched_hardware(hardware)
     candidates = _meshes(devices, hardware)
     traced = trace(program, example_args, parameters)
     graph = read(traced.closed, traced.names, traced.results, traced.parameters, training)
@@ -110,7 +110,8 @@ def search(
     return task.best(candidates)
 
 
-def _hardware(given: Hardware | str | None) -> Hardware:
+def searched_hardware(given: Hardware | str | None) -> Hardware:
+    """What is searched for: hardware that is given, that of a name, or that of the devices of JAX."""
     if isinstance(given, Hardware):
         return given
     if isinstance(given, str):

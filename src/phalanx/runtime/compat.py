@@ -246,6 +246,11 @@ def _evaluation() -> Any:
         return current_trace()
 
 
+def evaluating() -> AbstractContextManager[None]:
+    """Compute at once, also while a program is traced; functions that are traced inside are not."""
+    return jax.core.eval_context()
+
+
 def is_transformation(trace: Any) -> bool:
     """Whether a trace is a transformation rather than plain evaluation."""
     return trace is not _evaluation()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ class DeviceTransfer:
         wraps: whether leaves become `PerReplica` values; if not, there is one replica only.
         to_device: whether to move arrays to the devices; if not, they stay NumPy arrays.
         span: the devices of all replicas, if other workers have some of them.
+        place: puts a leaf on devices, given its number, if not each on its replica's.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class DeviceTransfer:
         wraps: bool,
         to_device: bool,
         span: Span | None = None,
+        place: Callable[[int, Any], Any] | None = None,
     ) -> None:
         self._devices = tuple(devices)
         self._wraps, self._to_device = wraps, to_device
         self._span = span
+        self._place_leaf = place
         self._everywhere = span or self._devices
         self._sharding = stacked_over(self._everywhere)
 
@@ -60,7 +63,11 @@ class DeviceTransfer:
             shapes: of each leaf, the shapes on the replicas of all workers, if they make one array.
         """
         known = [None] * len(step.parts) if shapes is None else shapes
-        leaves = [self.leaf(parts, found) for parts, found in zip(step.parts, known, strict=True)]
+        pairs = zip(step.parts, known, strict=True)
+        if self._place_leaf is None:
+            leaves = [self.leaf(parts, found) for parts, found in pairs]
+        else:
+            leaves = [self._whole(i, parts[0]) for i, (parts, _) in enumerate(pairs)]
         return tree_util.tree_unflatten(step.structure, leaves)
 
     def leaf(self, parts: Sequence[Any], shapes: Sequence[Shape] | None = None) -> Any:
@@ -82,6 +89,13 @@ class DeviceTransfer:
         whole = (shape[0] * len(self._everywhere), *shape[1:])
         array = compat.put_pieces(whole, self._sharding, pieces, self._devices)
         return PerReplica.from_global(array, Layout(len(self._everywhere), not first.shape))
+
+    def _whole(self, number: int, rows: Any) -> Any:
+        """One leaf of an element that is laid out over devices as a whole."""
+        if not self._to_device or isinstance(rows, Ragged | str | bytes) or rows.dtype.kind in _STRINGS:
+            return self.leaf([rows])
+        assert self._place_leaf is not None
+        return self._place_leaf(number, owned([rows], rows.shape)[0])
 
     def _uneven(self, parts: Sequence[Any], shapes: Sequence[Shape]) -> PerReplica:
         """Parts of different shapes, each at the beginning of memory that has room for all."""

@@ -152,7 +152,9 @@ class DistributedDataset:
         options = self._options
         to_device = options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
         topology = self._topology
-        return DeviceTransfer(topology.devices(), topology.wraps, to_device, topology.span)
+        return DeviceTransfer(
+            topology.devices(), topology.wraps, to_device, topology.span, topology.place
+        )
 
     def _without_rows(self) -> Step:
         """What this worker gets while others still have data."""

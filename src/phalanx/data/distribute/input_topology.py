@@ -39,6 +39,7 @@ class InputTopology:
             `StrategyExtended._exchange`.
         span: the devices of all workers' replicas, if there are several workers.
         serial: the number of the input, which is the same on all workers.
+        place: puts a leaf of an element on devices, given its number, if not each on its replica's.
     """
 
     strategy: Strategy
@@ -48,6 +49,7 @@ class InputTopology:
     exchange: Callable[..., list[Any]] = _alone
     span: Span | None = None
     serial: int = 0
+    place: Callable[[int, Any], Any] | None = None
 
     @staticmethod
     def of(strategy: Strategy) -> InputTopology:
@@ -62,6 +64,7 @@ class InputTopology:
             extended._exchange,
             extended._span,
             next(_serials),
+            extended._input_place(),
         )
 
     def alone_as(self, worker: int) -> InputTopology:

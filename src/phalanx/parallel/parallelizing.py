@@ -1,0 +1,475 @@
+"""`parallelize`: a plain function of JAX in one of MindSpore's five modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from phalanx.errors import InvalidOptionsError, InvalidTypeError, InvalidValueError, UnsupportedError
+from phalanx.parallel import modes, strategy_files
+from phalanx.parallel.combinations import check_together
+from phalanx.parallel.context import current_options
+from phalanx.parallel.hardware import Hardware
+from phalanx.parallel.options import AUTO_MODES, ParallelOptions, changed
+from phalanx.parallel.placing import Cuts, factored_mesh, mesh_for, names_of
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.planning import Planner
+from phalanx.parallel.running import Running, value_and_grad
+from phalanx.parallel.storing import Known
+from phalanx.runtime.devices import DeviceLike, default_devices, resolve_devices
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.placement import REPLICA_AXIS, replica_mesh
+
+__all__ = ["Parallelized", "Setup", "parallelize", "set_up"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where and how functions run.
+
+    Args:
+        options: that are in force.
+        devices: all of them.
+        mesh: of the layouts that are given; None if a plan or the mode decides.
+        parameter_plan: layouts of parameters.
+        layerwise: parameters of which each device has its own part.
+        plan: that was made before.
+        hardware: of the devices.
+        limits: of the search.
+    """
+
+    options: ParallelOptions
+    devices: tuple[jax.Device, ...]
+    mesh: Mesh | None
+    parameter_plan: Mapping[str, Cuts]
+    layerwise: Mapping[str, PartitionSpec]
+    plan: Plan | None
+    hardware: Hardware | str | None
+    limits: Mapping[str, Any]
+
+    def planner(self) -> Planner:
+        """Who finds plans for losses."""
+        return Planner(
+            self.options,
+            self.devices,
+            self.mesh,
+            self.hardware,
+            self.limits,
+            self.parameter_plan,
+            self.plan,
+        )
+
+
+def set_up(
+    options: ParallelOptions,
+    devices: Sequence[DeviceLike] | None = None,
+    mesh: Mesh | None = None,
+    parameter_plan: Mapping[str, Cuts] | None = None,
+    layerwise_parallel: Sequence[str] | Mapping[str, Any] = (),
+    plan: Plan | str | None = None,
+    hardware: Hardware | str | None = None,
+    **limits: Any,
+) -> Setup:
+    """Check that options go together, and say where programs run."""
+    if mesh is not None and devices is not None:
+        raise InvalidValueError(
+            f"Give a mesh, or devices, not both. Received: mesh={mesh}, devices={shown(devices)}"
+        )
+    available = _available(options, devices, mesh)
+    check_together(options, len(available))
+    _check_acting(options)
+    chosen = available[: 1 if options.parallel_mode == "stand_alone" else options.device_num]
+    if mesh is not None and len(chosen) != len(available):
+        raise InvalidOptionsError(
+            "The mesh has another number of devices than device_num says. "
+            f"Received: a mesh of {mesh.size} devices, device_num={options.device_num}"
+        )
+    _check_mode(options.parallel_mode, parameter_plan, layerwise_parallel, plan)
+    cuts = dict(parameter_plan or {})
+    given = Plan.load(plan) if isinstance(plan, str) else plan
+    if given is None and options.strategy_ckpt_load_file:
+        given, loaded = strategy_files.load(options.strategy_ckpt_load_file)
+        cuts = {**loaded, **cuts}
+    if given is not None and options.parallel_mode == "semi_auto_parallel":
+        cuts = {**{name: tensor.spec for name, tensor in given.parameters.items()}, **cuts}
+    if given is not None and mesh is None:
+        if given.mesh.size > len(chosen):
+            raise InvalidValueError(
+                f"The plan is for {given.mesh.size} devices ({given.mesh}). Received: {len(chosen)}."
+            )
+        mesh = given.device_mesh(chosen)
+    strategy = options.dataset_strategy
+    if mesh is None and options.parallel_mode in AUTO_MODES:
+        mesh = mesh_for([*cuts.values(), *(() if isinstance(strategy, str) else strategy)], chosen)
+    return Setup(options, chosen, mesh, cuts, _layerwise(layerwise_parallel), given, hardware, limits)
+
+
+def _available(
+    options: ParallelOptions, devices: Sequence[DeviceLike] | None, mesh: Mesh | None
+) -> tuple[jax.Device, ...]:
+    if mesh is not None:
+        found = tuple(mesh.devices.flat)
+    else:
+        found = default_devices() if devices is None else resolve_devices(devices)
+    if any(device.process_index != jax.process_index() for device in found):
+        raise UnsupportedError(
+            "These programs run on the devices of one process. Use px.MultiWorkerMirroredStrategy for "
+            f"several. Received: devices of other processes among {len(found)}"
+        )
+    return found
+
+
+_PIPELINE = (
+    "pipeline_stages",
+    "pipeline_segments",
+    "pipeline_result_broadcast",
+    "pipeline_interleave",
+    "pipeline_scheduler",
+    "auto_pipeline",
+)
+_ELSEWHERE = {
+    **dict.fromkeys(
+        _PIPELINE,
+        "Programs cannot be cut into the stages of a pipeline yet; auto_parallel cuts within operators",
+    ),
+    **dict.fromkeys(
+        ("dump_local_norm", "dump_device_local_norm"),
+        "Norms of local gradients are not told by these programs",
+    ),
+    "loss_repeated_mean": "Gradients that count repeated losses several times are not made here",
+}
+"""Options that no program of this module acts on, and why."""
+
+
+def _check_acting(options: ParallelOptions) -> None:
+    """Refuse options that would be ignored."""
+    default = ParallelOptions()
+    for name, reason in _ELSEWHERE.items():
+        if getattr(options, name) != getattr(default, name):
+            raise UnsupportedError(
+                f"{reason}. Leave the option at {getattr(default, name)!r}. "
+                f"Received: {name}={getattr(options, name)!r}"
+            )
+    divided = options.parallel_mode in ("data_parallel", "hybrid_parallel")
+    if options.enable_parallel_optimizer and divided:
+        raise UnsupportedError(
+            "Programs of functions keep the state in parts in semi_auto_parallel and auto_parallel. "
+            f"Received: enable_parallel_optimizer=True in {options.parallel_mode}"
+        )
+
+
+def _check_mode(mode: str, parameter_plan: Any, layerwise: Any, plan: Any) -> None:
+    wrong = [
+        f"{name} is for {' and '.join(allowed)}"
+        for name, value, allowed in (
+            ("parameter_plan", parameter_plan, AUTO_MODES),
+            ("plan", plan, AUTO_MODES),
+            ("layerwise_parallel", layerwise, ("hybrid_parallel",)),
+        )
+        if value and mode not in allowed
+    ]
+    if wrong:
+        raise InvalidOptionsError(
+            f"{'; '.join(wrong)}. Received: parallel_mode={mode!r}",
+        )
+
+
+def _layerwise(given: Sequence[str] | Mapping[str, Any]) -> dict[str, PartitionSpec]:
+    if isinstance(given, str):
+        raise InvalidTypeError(
+            f"layerwise_parallel must be a list of names, or layouts by name. Received: {shown(given)}"
+        )
+    if isinstance(given, Mapping):
+        return {name: PartitionSpec(*spec) for name, spec in given.items()}
+    return {name: PartitionSpec(REPLICA_AXIS) for name in given}
+
+
+def parallelize(
+    function: Callable[..., Any],
+    example_args: Sequence[Any],
+    *,
+    parameters: int | Sequence[int] = 0,
+    devices: Sequence[DeviceLike] | None = None,
+    mesh: Mesh | None = None,
+    parameter_plan: Mapping[str, Cuts] | None = None,
+    layerwise_parallel: Sequence[str] | Mapping[str, Any] = (),
+    plan: Plan | str | None = None,
+    hardware: Hardware | str | None = None,
+    memory: float | None = None,
+    time_limit: float | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    **options: Any,
+) -> Parallelized:
+    """A function of JAX in one of the five modes, compiled, and the shardings of its arguments.
+
+    The function is a loss, or a whole step that calls `value_and_grad`. It is written for one device
+    and one batch; `parallel_mode` says how many devices compute it:
+
+    * ``stand_alone``: one.
+    * ``data_parallel``: each has a part of the batch and all parameters.
+    * ``hybrid_parallel``: the same, and the function itself communicates along the axis "replica".
+    * ``semi_auto_parallel``: arrays are laid out as `parameter_plan`, `shard` and ``dataset_strategy``
+      say. XLA spreads the layouts.
+    * ``auto_parallel``: the layout of everything is searched.
+
+    Args:
+        function: takes and returns nests of arrays.
+        example_args: its arguments; `jax.ShapeDtypeStruct` will do for arrays. Other shapes are
+            compiled when they come.
+        parameters: the numbers of the arguments that are parameters, or other state of a step. The
+            others are batches.
+        devices: to use; by default all accelerators, or all CPU devices where there is none.
+        mesh: of the layouts that are given, in place of devices.
+        parameter_plan: the layouts of parameters by name: a `Layout`, a `PartitionSpec`, or a tuple
+            with the number of parts of each dim.
+        layerwise_parallel: the names of parameters of which each device has its own part, cut along the
+            first dim; or their layouts along the axis "replica", by name.
+        plan: for ``auto_parallel``, made before; or its file.
+        hardware: what the devices can do; see `search`.
+        memory: the bytes that each device may hold; see `search`.
+        time_limit: the seconds that the search may take.
+        donate_argnums: the arguments whose memory the results may have.
+        **options: MindSpore's options by their names, in place of those of the context.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     return jnp.sum((x @ w) ** 2)
+        >>> args = jnp.ones((4, 2)), jnp.ones((8, 4))
+        >>> program = parallelize(loss, args, devices=["CPU:0", "CPU:1"], parallel_mode="data_parallel")
+        >>> float(program(*args)), program.arguments[1].spec
+        (256.0, P('replica',))
+    """
+    if not callable(function):
+        raise InvalidTypeError(f"parallelize needs a function. Received: {shown(function)}")
+    wanted = changed(current_options(), options)
+    limits = {"memory": memory, "time_limit": time_limit}
+    setup = set_up(wanted, devices, mesh, parameter_plan, layerwise_parallel, plan, hardware, **limits)
+    numbers = (parameters,) if isinstance(parameters, int) else tuple(parameters)
+    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    return Parallelized(function, tuple(example_args), numbers, donated, setup)
+
+
+class Parallelized:
+    """A function in one of the five modes. Call it as the function itself.
+
+    It is compiled for each shape of arguments. Parameters have the same layouts in all of them. A batch
+    that cannot be divided evenly is computed exactly, with less parallelism.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        example_args: tuple[Any, ...],
+        parameters: tuple[int, ...],
+        donated: tuple[int, ...],
+        setup: Setup,
+    ) -> None:
+        count = len(example_args)
+        if any(not -count <= i < count for i in parameters):
+            raise InvalidValueError(
+                f"The function has {count} arguments, of which `parameters` are the numbers of the "
+                f"state. Received: parameters={parameters}."
+            )
+        self._function, self._setup = function, setup
+        self._parameters = tuple(i % count for i in parameters) if count else ()
+        self._donated = donated
+        self._programs: dict[Any, modes.Program] = {}
+        self._planner = setup.planner()
+        self._first = self._program(example_args, False)
+        self._shapes = jax.eval_shape(lambda *x: x, *self._parts(example_args)[0])
+        self._write_files()
+
+    @property
+    def mode(self) -> str:
+        """The mode, by MindSpore's name."""
+        return self._setup.options.parallel_mode
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, in ``auto_parallel``."""
+        return self._planner.first
+
+    @property
+    def arguments(self) -> Any:
+        """A nest of shardings like the example arguments."""
+        return self._first.arguments
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        found: Mesh = jax.tree.leaves(self.arguments)[0].mesh
+        return found
+
+    @property
+    def layouts(self) -> dict[str, PartitionSpec]:
+        """The layouts of the parameters, by name."""
+        return {name: spec for name, (_, spec) in self._first.known.items()}
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns for these arguments."""
+        return self._run(args, False)
+
+    def value_and_grad(self, *args: Any) -> Any:
+        """The value of the function, and its gradients for the parameters.
+
+        They are those of one device if the loss is a sum over the examples of the batch, or, with
+        ``gradients_mean=True``, a mean.
+        """
+        return self._run(args, True)
+
+    def place(self, *args: Any) -> Any:
+        """All arguments on the devices, each part where it is needed."""
+        return jax.device_put(self._parts(args)[0], self._program(args, False).arguments)
+
+    def create(self, make: Callable[..., Any], *args: Any, argument: int | None = None) -> Any:
+        """Make a state on the devices; each makes its own part, so the whole need not fit one.
+
+        Args:
+            make: returns a state like the example argument.
+            *args: of `make`, such as a random key.
+            argument: which argument it is for; the first parameter by default.
+        """
+        number = self._parameters[0] if argument is None else argument
+        shardings = self.arguments[number]
+        found: Any = jax.tree.structure(jax.eval_shape(make, *args))
+        if found != jax.tree.structure(shardings):
+            raise InvalidValueError(
+                f"The state that was made is not like argument {number}. Received: {found}, and the "
+                f"argument is {jax.tree.structure(shardings)}"
+            )
+        if not self._setup.options.init_param_in_compile:
+            return jax.device_put(make(*args), shardings)
+        return jax.jit(make, out_shardings=shardings)(*args)
+
+    def held(self, value: Any, rank: int | None = None) -> Any:
+        """What one device holds of a nest of arrays; by default the one of ``global_rank``."""
+        number = self._setup.options.global_rank if rank is None else rank
+        if not 0 <= number < self.mesh.size:
+            raise InvalidValueError(f"There are {self.mesh.size} devices. Received: rank={number}")
+        device = self.mesh.devices.flat[number]
+
+        def part(x: jax.Array) -> Any:
+            return next(s.data for s in x.addressable_shards if s.device == device)
+
+        return jax.tree.map(part, value)
+
+    def lower(self, *args: Any) -> Any:
+        """The lowered program for these arguments, as `jax.jit` gives it."""
+        return self._program(args, False).call.lower(*self._parts(args)[0])
+
+    def __repr__(self) -> str:
+        name = getattr(self._function, "__name__", self._function)
+        return f"<px.parallel.Parallelized {name} in {self.mode} on {self.mesh.size} device(s)>"
+
+    def _write_files(self) -> None:
+        """Write what options ask for, from the first process."""
+        options, known = self._setup.options, dict(self._first.known)
+        if jax.process_index() or not known:
+            return
+        if options.strategy_ckpt_save_file:
+            inputs = {} if options.only_trainable_params else self._inputs()
+            strategy_files.save(
+                options.strategy_ckpt_save_file, self.mesh, {**known, **inputs}, self.plan
+            )
+        if options.group_ckpt_save_file:
+            rank = options.global_rank
+            strategy_files.save_groups(options.group_ckpt_save_file, self.mesh, known, rank)
+
+    def _inputs(self) -> Known:
+        """The shapes and layouts of the arguments that are no parameters."""
+        found = {}
+        for i, arg in enumerate(self._shapes):
+            if i not in self._parameters:
+                leaves = zip(
+                    names_of(arg), jax.tree.leaves(arg), jax.tree.leaves(self.arguments[i]), strict=True
+                )
+                for name, leaf, sharding in leaves:
+                    path = f"arg{i}/{name}" if name else f"arg{i}"
+                    found[path] = (tuple(leaf.shape), sharding.spec)
+        return found
+
+    # -- programs ------------------------------------------------------------------------------------
+
+    def _run(self, args: tuple[Any, ...], differentiated: bool) -> Any:
+        program = self._program(args, differentiated)
+        return program.call(*jax.device_put(self._parts(args)[0], program.arguments))
+
+    def _parts(self, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The arrays of arguments, and everything else, which programs have in them."""
+        arrays = jax.tree.map(lambda x: x if _is_array(x) else None, args)
+        others = jax.tree.map(lambda x: None if _is_array(x) else x, args)
+        return arrays, others
+
+    def _program(self, args: tuple[Any, ...], differentiated: bool) -> modes.Program:
+        arrays, others = self._parts(args)
+        leaves, structure = jax.tree.flatten(arrays)
+        statics = tuple(jax.tree.leaves(others))
+        shapes = tuple((np.shape(x), jax.dtypes.canonicalize_dtype(_dtype(x))) for x in leaves)
+        key = (differentiated, structure, shapes, statics)
+        if key not in self._programs:
+            abstract = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*s) for s in shapes])
+            self._programs[key] = self._build(abstract, others, differentiated)
+        return self._programs[key]
+
+    def _build(self, arrays: Any, others: Any, differentiated: bool) -> modes.Program:
+        function = _with_others(self._function, others)
+        numbers: Any = self._parameters[0] if len(self._parameters) == 1 else self._parameters
+        if differentiated:
+            function = value_and_grad(function, numbers)
+        donated = () if differentiated else self._donated
+        task = modes.Task(function, arrays, self._parameters, self._setup.options, donated)
+        return _build_in_mode(task, self._setup, self._planner)
+
+
+def _with_others(function: Callable[..., Any], others: Any) -> Callable[..., Any]:
+    """A function of arrays alone, from one that also takes other things."""
+    if not jax.tree.leaves(others):
+        return function
+
+    def complete(*arrays: Any) -> Any:
+        def merged(array: Any, other: Any) -> Any:
+            return other if array is None else array
+
+        return function(*jax.tree.map(merged, arrays, others, is_leaf=lambda x: x is None))
+
+    complete.__name__ = getattr(function, "__name__", "function")
+    return complete
+
+
+def _build_in_mode(task: modes.Task, setup: Setup, planner: Planner) -> modes.Program:
+    mode = setup.options.parallel_mode
+    if mode == "auto_parallel":
+        return modes.planned(task, planner)
+    if mode in ("data_parallel", "hybrid_parallel"):
+        mesh = replica_mesh(setup.devices)
+        found = modes.divided(task, mesh, setup.layerwise)
+        if found is not None:
+            return found
+        if mode == "hybrid_parallel":
+            raise InvalidValueError(
+                "In hybrid_parallel each device gets its part of the batch, so the first dim of every "
+                f"batch must be divisible by {mesh.size}. Received: shapes {task.shapes()}"
+            )
+        specs = [PartitionSpec()] * len(task.shapes())
+        pairs = zip(task.names(), task.shapes(), strict=True)
+        whole = {name: (shape, PartitionSpec()) for name, shape in pairs}
+        return modes.whole(task, Running(mesh, task.options), specs, whole)
+    mesh = factored_mesh(setup.devices) if setup.mesh is None else setup.mesh
+    specs, known = modes.laid_out(task, mesh, setup.parameter_plan)
+    return modes.whole(task, Running(mesh, task.options), specs, known)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | float | int | complex | bool) or (
+        hasattr(x, "shape") and hasattr(x, "dtype")
+    )
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else np.result_type(type(x))

@@ -1,0 +1,219 @@
+"""Layouts for the losses of a program: searched, given, or read from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from phalanx.errors import InvalidValueError
+from phalanx.parallel.applying import apply
+from phalanx.parallel.hardware import Hardware
+from phalanx.parallel.options import ParallelOptions
+from phalanx.parallel.placing import Cuts, names_of, specs_on
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.reading import read
+from phalanx.parallel.searching import search, searched_hardware
+from phalanx.parallel.storing import is_named
+from phalanx.parallel.tracing import Traced, trace
+
+__all__ = ["Planner", "Seen", "check_known", "dataset_cuts"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A loss that a program calls.
+
+    Args:
+        leaves: the arrays that it was called with.
+        plan: its plan.
+        names: the names of its parameters, without that of their argument, and those of the plan.
+    """
+
+    leaves: Sequence[Any]
+    plan: Plan
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A loss that needs a plan."""
+
+    loss: Callable[..., Any]
+    shapes: Any
+    argnums: int | Sequence[int]
+    traced: Traced
+    training: bool
+
+
+@dataclass
+class Planner:
+    """Finds plans for losses, all on one mesh and with one layout per parameter.
+
+    Args:
+        options: that are in force.
+        devices: to lay out over.
+        mesh: to use; None to search for one.
+        hardware: what the devices can do.
+        limits: `memory` and `time_limit` of the search.
+        parameter_plan: layouts of parameters that are given.
+        given: a plan that was made before.
+    """
+
+    options: ParallelOptions
+    devices: Sequence[jax.Device]
+    mesh: Mesh | None
+    hardware: Hardware | str | None
+    limits: Mapping[str, Any]
+    parameter_plan: Mapping[str, Cuts]
+    given: Plan | None
+    first: Plan | None = None
+    known: dict[str, Plan] = field(default_factory=dict)
+    seen: list[Seen] | None = None
+
+    def laid_out(
+        self,
+        loss: Callable[..., Any],
+        args: Sequence[Any],
+        argnums: int | Sequence[int],
+        training: bool = True,
+    ) -> Callable[..., Any]:
+        """The loss with the layouts of its plan in it.
+
+        Args:
+            loss: a function of parameters and inputs.
+            args: its arguments.
+            argnums: which of them are parameters.
+            training: whether its gradient will be computed.
+        """
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x)), tuple(args)
+        )
+        traced = trace(loss, shapes, argnums)
+        plan = self._plan(_Program(loss, shapes, argnums, traced, training))
+        if self.first is None:
+            self.first = plan
+        if self.seen is not None:
+            self.seen.append(
+                Seen(jax.tree.leaves(tuple(args)), plan, _plain_names(args, argnums, traced))
+            )
+        return apply(loss, plan, self.mesh_of(plan), parameters=argnums)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[list[Seen]]:
+        """Collect the losses that a program calls while it is traced."""
+        found: list[Seen] = []
+        self.seen = found
+        try:
+            yield found
+        finally:
+            self.seen = None
+
+    def mesh_of(self, plan: Plan) -> Mesh:
+        """The devices of a plan."""
+        if self.mesh is not None:
+            return self.mesh
+        return plan.device_mesh(self.devices)
+
+    def _plan(self, program: _Program) -> Plan:
+        traced = program.traced
+        graph = read(traced.closed, traced.names, traced.results, traced.parameters, program.training)
+        fingerprint = graph.fingerprint()
+        if fingerprint not in self.known:
+            given = self.given
+            if given is not None and given.fingerprint == fingerprint and not self.parameter_plan:
+                self.known[fingerprint] = given
+            else:
+                self.known[fingerprint] = self._searched(program)
+        return self.known[fingerprint]
+
+    def _searched(self, program: _Program) -> Plan:
+        options = self.options
+        mode = "sharding_propagation" if options.sharding_propagation else options.search_mode
+        hardware = searched_hardware(self.hardware).replace(all_to_all=options.enable_alltoall)
+        before = self.first or self.given
+        where: Any = len(self.devices) if self.mesh is None else self.mesh
+        if before is not None and self.mesh is None:
+            where = before.mesh
+        return search(
+            program.loss,
+            program.shapes,
+            where,
+            hardware,
+            mode=mode,
+            parameters=program.argnums,
+            training=program.training,
+            pins=self._pins(program.traced, before),
+            **self.limits,
+        )
+
+    def _pins(self, traced: Traced, before: Plan | None) -> dict[str, PartitionSpec]:
+        """Layouts that are given: those of parameters in earlier plans, by the user, and of inputs."""
+        shapes = {
+            n: v.aval.shape for n, v in zip(traced.names, traced.closed.jaxpr.invars, strict=True)
+        }
+        parameters = [n for i, n in enumerate(traced.names) if i in traced.parameters]
+        inputs = [n for i, n in enumerate(traced.names) if i not in traced.parameters]
+        pins: dict[str, PartitionSpec] = {}
+        if before is not None:
+            for name in parameters:
+                found = before.parameters.get(name)
+                if found is not None and found.shape == tuple(shapes[name]):
+                    pins[name] = found.spec
+        check_known(self.parameter_plan, parameters)
+        cuts = {n: c for n, c in self.parameter_plan.items() if n in parameters}
+        named = dataset_cuts(self.options, inputs)
+        if named:
+            cuts |= named
+        if cuts:
+            if self.mesh is None and any(not isinstance(c, PartitionSpec) for c in cuts.values()):
+                raise InvalidValueError(
+                    "Layouts that are given need a mesh. Give mesh=px.parallel.Layout(…).mesh(). "
+                    f"Received: {cuts}"
+                )
+            if self.mesh is None:
+                pins |= cuts  # type: ignore[arg-type]
+            else:
+                found_specs = specs_on(
+                    self.mesh, list(cuts.values()), [shapes[n] for n in cuts], list(cuts)
+                )
+                pins |= dict(zip(cuts, found_specs, strict=True))
+        return pins
+
+
+def _plain_names(args: Sequence[Any], argnums: int | Sequence[int], traced: Traced) -> dict[str, str]:
+    """The names of parameters in plans, by their names without that of the argument."""
+    full = [name for i, name in enumerate(traced.names) if i in traced.parameters]
+    plain = names_of(args[argnums]) if isinstance(argnums, int) else full
+    return dict(zip(plain, full, strict=True))
+
+
+def dataset_cuts(options: ParallelOptions, inputs: Sequence[str]) -> dict[str, Cuts]:
+    """How `dataset_strategy` cuts the inputs of a loss; empty if the search may decide."""
+    strategy = "full_batch" if options.full_batch else options.dataset_strategy
+    if strategy == "full_batch":
+        return {name: PartitionSpec() for name in inputs}
+    if isinstance(strategy, str):
+        return {}
+    if len(strategy) != len(inputs):
+        raise InvalidValueError(
+            f"The input shapes size {len(inputs)} is not equal to dataset strategy size {len(strategy)}"
+        )
+    return dict(zip(inputs, strategy, strict=True))
+
+
+def check_known(given: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse layouts of parameters that the program does not have."""
+    for name in given:
+        if not any(is_named(known, name) for known in names):
+            close = difflib.get_close_matches(name, names, 3)
+            hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+            raise InvalidValueError(
+                f"The program has no parameter of this name. Received: {name!r} in parameter_plan."
+                f"{hint} It has {', '.join(map(repr, names[:8]))}{'…' if len(names) > 8 else ''}."
+            )

@@ -1,0 +1,266 @@
+"""`AutoParallelStrategy`: variables and batches laid out over devices by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
+from phalanx.core import context as ctx
+from phalanx.core.reduction import ReduceOp
+from phalanx.core.strategy import Strategy
+from phalanx.core.variable_spec import InitialValue, VariableSpec
+from phalanx.core.variables import Variable
+from phalanx.errors import ContextError, InvalidOptionsError, InvalidValueError
+from phalanx.execution.eager import run_replicas
+from phalanx.parallel.context import current_options, options_in_force
+from phalanx.parallel.hardware import Hardware
+from phalanx.parallel.laid_out_variable import LaidOutVariable, initial_parts, initial_shape
+from phalanx.parallel.modes import batch_spec
+from phalanx.parallel.options import AUTO_MODES, changed
+from phalanx.parallel.parallelizing import Setup, set_up
+from phalanx.parallel.placing import Cuts, factored_mesh, fitting, specs_on
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.planning import dataset_cuts
+from phalanx.parallel.running import Running, in_run
+from phalanx.parallel.storing import is_named, stored
+from phalanx.runtime import compat
+from phalanx.runtime.devices import DeviceLike, device_name
+from phalanx.strategies.input import DistributesInput
+
+__all__ = ["AutoParallelStrategy"]
+
+
+class AutoParallelStrategy(Strategy):
+    """One model over several devices, laid out by a plan or by given layouts.
+
+    There is one replica, which sees whole arrays: the global batch, and all of each variable. Each
+    device holds a part of them, and computes a part. Variables are made in parts, so that a model that
+    fits no single device can be made.
+
+    Args:
+        plan: from `px.parallel.search`, or its file. Variables with the names of its parameters are
+            laid out by it, and batches like its inputs. None if layouts are given, or if `search`
+            follows.
+        devices: to use; by default all accelerators, or all CPU devices where there is none.
+        mesh: of the layouts, in place of devices.
+        parameter_plan: the layouts of variables by name: a `px.parallel.Layout`, a `PartitionSpec`, or
+            a tuple with the number of parts of each dim. Other variables are whole on every device.
+        hardware: what the devices can do; see `px.parallel.search`.
+        memory: the bytes that each device may hold; see `px.parallel.search`.
+        time_limit: the seconds that a search may take.
+        **options: MindSpore's options by their names, in place of those of the context.
+
+    Examples:
+        >>> import jax.numpy as jnp, phalanx as px
+        >>> strategy = px.AutoParallelStrategy(
+        ...     devices=["CPU:0", "CPU:1"], parameter_plan={"w": (2, 1)})
+        >>> with strategy.scope():
+        ...     w = px.Variable(lambda: jnp.ones((4, 2)), name="w")
+        >>> w.sharding.shard_shape(w.shape)
+        (2, 2)
+        >>> strategy.run(lambda x: jnp.sum(x @ w), args=(jnp.ones((8, 4)),))
+        Array(64., dtype=float32)
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | None = None,
+        *,
+        devices: Sequence[DeviceLike] | None = None,
+        mesh: Mesh | None = None,
+        parameter_plan: Mapping[str, Cuts] | None = None,
+        hardware: Hardware | str | None = None,
+        memory: float | None = None,
+        time_limit: float | None = None,
+        **options: Any,
+    ) -> None:
+        wanted = changed(current_options(), options)
+        if "parallel_mode" not in options and wanted.parallel_mode not in AUTO_MODES:
+            wanted = changed(wanted, {"parallel_mode": "auto_parallel" if plan else AUTO_MODES[0]})
+        if wanted.parallel_mode not in AUTO_MODES:
+            raise InvalidOptionsError(
+                f"AutoParallelStrategy is for {' and '.join(AUTO_MODES)}. Use px.MirroredStrategy for "
+                "data_parallel, px.OneDeviceStrategy for stand_alone, and px.parallel.parallelize for "
+                f"all modes. Received: parallel_mode={wanted.parallel_mode!r}"
+            )
+        limits = {"memory": memory, "time_limit": time_limit}
+        setup = set_up(wanted, devices, mesh, parameter_plan, (), plan, hardware, **limits)
+        super().__init__(AutoParallelExtended(self, setup))
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, if there is one."""
+        return self._laid_out._planner.first or self._laid_out._setup.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self._laid_out._mesh
+
+    def search(
+        self,
+        loss: Callable[..., Any],
+        example_args: Sequence[Any],
+        parameters: int | Sequence[int] = 0,
+    ) -> Plan:
+        """Find a plan for a loss, and lay out by it all variables that are made from now on.
+
+        Args:
+            loss: a function of parameters, as nests with the names of variables, and a batch.
+            example_args: its arguments; `jax.ShapeDtypeStruct` will do for arrays.
+            parameters: the numbers of the arguments that are parameters.
+        """
+        return self._laid_out._search(loss, tuple(example_args), parameters)
+
+    @property
+    def _laid_out(self) -> AutoParallelExtended:
+        extended = self.extended
+        assert isinstance(extended, AutoParallelExtended)
+        return extended
+
+
+class AutoParallelExtended(DistributesInput):
+    """What `AutoParallelStrategy` does."""
+
+    _wraps_values = False
+
+    def __init__(self, container_strategy: Strategy, setup: Setup) -> None:
+        super().__init__(container_strategy)
+        self._setup = setup
+        self._mesh = factored_mesh(setup.devices) if setup.mesh is None else setup.mesh
+        self._ops = ReductionToOneDevice()
+        self._has_variables = False
+        self._planner = setup.planner()
+        self._layouts: dict[str, Cuts] = {}
+        if setup.plan is not None:
+            self._layouts |= {n: t.spec for n, t in setup.plan.parameters.items()}
+        self._layouts |= setup.parameter_plan
+        self._inputs = [] if setup.plan is None else list(setup.plan.inputs.values())
+
+    def _search(self, loss: Callable[..., Any], args: tuple[Any, ...], parameters: Any) -> Plan:
+        if self._has_variables:
+            raise ContextError(
+                "A plan must be known before variables are made, because they are laid out by it. Call "
+                "strategy.search first, with jax.ShapeDtypeStruct in place of arrays."
+            )
+        with options_in_force(self._setup.options):
+            self._planner.laid_out(loss, args, parameters)
+        plan = self._planner.first
+        assert plan is not None
+        self._mesh = self._planner.mesh_of(plan)
+        self._planner.mesh = self._mesh
+        self._layouts = {n: t.spec for n, t in plan.parameters.items()}
+        self._inputs = list(plan.inputs.values())
+        return plan
+
+    # -- one replica over all devices ------------------------------------------------------------------
+
+    @property
+    def _replica_devices(self) -> tuple[jax.Device]:
+        return (self._mesh.devices.flat[0],)
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices that compute, as canonical device strings."""
+        return tuple(device_name(d) for d in self._mesh.devices.flat)
+
+    @property
+    def _communicator(self) -> CrossDeviceOps:
+        return self._ops
+
+    def _call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        with jax.ensure_compile_time_eval():
+            first = jnp.int32(0)
+        planner = self._planner if self._setup.options.parallel_mode == "auto_parallel" else None
+        run = Running(self._mesh, self._setup.options, planner=planner)
+        with in_run(run), options_in_force(self._setup.options):
+            devices = self._replica_devices
+            return run_replicas(self._strategy, devices, [first], fn, tuple(args), kwargs)
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
+    ) -> Any:
+        """See `StrategyExtended.reduce_to`; what goes to a variable stays where it is."""
+        if isinstance(destinations, LaidOutVariable):
+            return value
+        return super().reduce_to(reduce_op, value, destinations, options)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: Any = None,
+    ) -> list[Any]:
+        """See `StrategyExtended.batch_reduce_to`."""
+        pairs = list(value_destination_pairs)
+        if all(isinstance(destination, LaidOutVariable) for _, destination in pairs):
+            return [value for value, _ in pairs]
+        return super().batch_reduce_to(reduce_op, pairs, options)
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """See `StrategyExtended.broadcast_to`."""
+        if isinstance(destinations, LaidOutVariable):
+            return tensor
+        return super().broadcast_to(tensor, destinations)
+
+    # -- variables ---------------------------------------------------------------------------------
+
+    def _creation(self) -> AbstractContextManager[None]:
+        return compat.evaluating()  # in which the parts of an initial value are one program
+
+    def _create_variable_from(self, initial: InitialValue, kinds: tuple[Any, ...]) -> Variable:
+        shape, initial = initial_shape(initial)
+        given = tuple(initial.shape) if initial.shape is not None else tuple(shape.shape)
+        if given != tuple(shape.shape):
+            raise InvalidValueError(
+                f"The initial value of variable {initial.name!r} does not have the shape that was "
+                f"asked for. Received: shape={given} and an initial value of shape {tuple(shape.shape)}"
+            )
+        spec = stored(self._layout(initial.name, shape).spec, shape, self._mesh, self._setup.options)
+        sharding = NamedSharding(self._mesh, spec)
+        value = initial_parts(initial, sharding)
+        self._has_variables = True
+        return LaidOutVariable(VariableSpec(value, *kinds), self._strategy, sharding)
+
+    def _layout(self, name: str, value: Any) -> NamedSharding:
+        """The layout of a variable: by its name, that of its neighbour or of its value, or whole."""
+        for known, cuts in self._layouts.items():
+            if is_named(name, known) and known:
+                spec = specs_on(self._mesh, [cuts], [value.shape], [name])[0]
+                return NamedSharding(self._mesh, spec)
+        neighbour = ctx.colocated_with()
+        if isinstance(neighbour, LaidOutVariable) and neighbour.shape == tuple(value.shape):
+            return neighbour.sharding
+        present = getattr(value, "sharding", None)
+        if isinstance(present, NamedSharding) and present.mesh == self._mesh:
+            return present
+        return NamedSharding(self._mesh, PartitionSpec())
+
+    # -- input -------------------------------------------------------------------------------------
+
+    def _input_place(self) -> Callable[[int, Any], Any]:
+        options, mesh, planned = self._setup.options, self._mesh, self._inputs
+        strategy = "full_batch" if options.full_batch else options.dataset_strategy
+
+        def place(number: int, rows: Any) -> jax.Array:
+            if strategy == "full_batch":
+                spec = PartitionSpec()
+            elif not isinstance(strategy, str):
+                names = [f"input {i}" for i in range(max(len(strategy), number + 1))]
+                cuts = dataset_cuts(options, names)[names[number]]
+                spec = fitting(mesh, cuts, rows.shape, names[number])
+            elif number < len(planned) and len(planned[number].shape) == rows.ndim:
+                spec = fitting(mesh, planned[number].spec, rows.shape, planned[number].name)
+            else:
+                spec = batch_spec(rows.shape, mesh)
+            return jax.device_put(rows, NamedSharding(mesh, spec))
+
+        return place

@@ -1,0 +1,129 @@
+"""Strategy files: layouts that are written when they are known, and kept when they are read.
+
+The fields are those of MindSpore's strategy files in JSON. A file that was written in `auto_parallel`
+has the whole plan in it as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from phalanx.errors import InvalidValueError, NotFoundError
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.plan_files import from_data, to_data
+
+__all__ = ["load", "save", "save_groups"]
+
+Layouts = Mapping[str, tuple[tuple[int, ...], PartitionSpec]]
+
+
+def load(path: str) -> tuple[Plan | None, dict[str, tuple[int, ...]]]:
+    """The plan of a file, or the numbers of parts of each dim of each parameter."""
+    try:
+        text = Path(path).read_text()
+    except FileNotFoundError:
+        raise NotFoundError(f"CheckPoint file is not found. Received: {path!r}") from None
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise InvalidValueError(
+            f"Load strategy checkpoint failed: {error}. It must be JSON. Received: {path!r}"
+        ) from error
+    if isinstance(data, dict) and "plan" in data:
+        return from_data(data["plan"], path), {}
+    if not isinstance(data, dict) or "parallel_layout_item" not in data:
+        return from_data(data, path), {}
+    try:
+        items = data["parallel_layout_item"].items()
+        return None, {name: _parts(item) for name, item in items}
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InvalidValueError(
+            f"Load strategy checkpoint failed: {error!r}. Received: {path!r}"
+        ) from error
+
+
+def _parts(item: Mapping[str, Any]) -> tuple[int, ...]:
+    """Into how many parts each dim is cut. MindSpore counts the axes of its matrix from the right."""
+    sizes = item["dev_matrix"]
+    listed = ([axes] if isinstance(axes, int) else axes for axes in item["tensor_map"])
+    return tuple(prod(sizes[-1 - axis] for axis in axes if axis >= 0) for axes in listed)
+
+
+def save(path: str, mesh: Mesh, layouts: Layouts, plan: Plan | None) -> None:
+    """Write layouts, and the plan if there is one."""
+    operators = () if plan is None else plan.operators
+    data: dict[str, Any] = {
+        "current_stage": 0,
+        "parallel_strategy_item": {
+            o.key: {"stage": 0, "parallel_strategy": [list(cuts) for cuts in o.strategy]}
+            for o in operators
+        },
+        "parallel_layout_item": {
+            name: _item(mesh, shape, spec) for name, (shape, spec) in layouts.items()
+        },
+    }
+    if plan is not None:
+        data["plan"] = to_data(plan)
+    _write(path, data)
+
+
+def _item(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> dict[str, Any]:
+    names = list(mesh.shape)
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    listed = [[] if e is None else [e] if isinstance(e, str) else list(e) for e in entries]
+    mapped = [[len(names) - 1 - names.index(axis) for axis in axes] for axes in listed]
+    return {
+        "dev_matrix": list(mesh.shape.values()),
+        "tensor_map": [-1 if not axes else axes[0] if len(axes) == 1 else axes for axes in mapped],
+        "tensor_shape": list(shape),
+        "alias_name": names,
+    }
+
+
+def save_groups(path: str, mesh: Mesh, layouts: Layouts, rank: int) -> None:
+    """Write which devices hold the same parts of parameters.
+
+    Args:
+        path: of the file.
+        mesh: the devices.
+        layouts: of the parameters.
+        rank: the device whose parts others may have too.
+    """
+    groups = {name: _groups(mesh, shape, spec) for name, (shape, spec) in layouts.items()}
+    with_rank = [set(next(g for g in found if rank in g)) for found in groups.values()]
+    data = {
+        "parameter_groups": groups,
+        "restore_rank_list": sorted(set.intersection(*with_rank)),
+    }
+    _write(path, data)
+
+
+def _groups(mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec) -> list[list[int]]:
+    """The numbers of the devices that hold the same part, for each part."""
+    ranks = {device: i for i, device in enumerate(np.ravel(mesh.devices))}
+    held = NamedSharding(mesh, spec).devices_indices_map(shape)
+
+    def key(item: Any) -> Any:
+        return [(part.start or 0, part.stop or 0) for part in item[1]]
+
+    ordered = sorted(held.items(), key=key)
+    parts = itertools.groupby(ordered, key)
+    return [sorted(ranks[device] for device, _ in same) for _, same in parts]
+
+
+def _write(path: str, data: Mapping[str, Any]) -> None:
+    """Write JSON that the user alone can read, in a folder that is made if there is none."""
+    target = Path(path)
+    if str(target.parent):
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(json.dumps(data, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,484 @@
+"""`parallelize`: the same loss and the same step in all modes, and equal to one device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
+from tests.parallel.hlo import sent
+from tests.parallel.models import (
+    MODES,
+    after,
+    batch,
+    check_close,
+    mlp,
+    mlp_parameters,
+    state_of,
+    step,
+)
+
+import phalanx as px
+from phalanx.errors import InvalidOptionsError, InvalidValueError, UnsupportedError
+from phalanx.parallel import Layout, Plan, parallelize, shard, value_and_grad
+
+PARAMS = mlp_parameters()
+BATCHES = [batch(24, seed=1), batch(24, seed=2), batch(10, seed=3)]
+
+
+@functools.cache
+def expected() -> Any:
+    """What one device computes, by plain JAX."""
+    gradient = jax.value_and_grad(mlp)(PARAMS, *BATCHES[0])
+    return gradient, after(jax.jit(step), state_of(PARAMS), BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("mode", "count"), [("stand_alone", 2), *((m, n) for m in MODES[1:] for n in (2, 4, 6, 8))], ids=str
+)
+def test_every_mode_equals_one_device(mode: str, count: int) -> None:
+    """Loss, gradients, and steps of which the last batch cannot be divided by all devices."""
+    where: Any = {"devices": jax.devices()[:count], "parallel_mode": mode, "gradients_mean": True}
+    gradient, (state, losses) = expected()
+    loss = parallelize(mlp, (PARAMS, *BATCHES[0]), **where)
+    check_close(loss.value_and_grad(PARAMS, *BATCHES[0]), gradient)
+    check_close(loss(PARAMS, *BATCHES[0]), gradient[0])
+    batches = BATCHES[:2] if mode == "hybrid_parallel" else BATCHES
+    program = parallelize(step, (state_of(PARAMS), *BATCHES[0]), **where)
+    found, values = after(program, state_of(PARAMS), batches)
+    check_close(values, losses[: len(batches)])
+    if mode != "hybrid_parallel":
+        check_close(found, state)
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    st.sampled_from(MODES),
+    st.sampled_from([2, 3, 4, 6]),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 30),
+)
+def test_random_models_equal_one_device(
+    mode: str, count: int, depth: int, width: int, rows: int
+) -> None:
+    if mode == "hybrid_parallel":
+        rows *= count
+    random = np.random.default_rng(rows)
+
+    def array(*shape: int) -> Any:
+        return random.normal(size=shape).astype(np.float32) / 2
+
+    params = [(array(width, width), array(width)) for _ in range(depth)]
+    x = array(rows, width)
+
+    def loss(params: Any, x: Any) -> Any:
+        for kernel, bias in params:
+            x = jax.nn.gelu(x @ kernel + bias)
+        return jnp.sum(x**2)
+
+    program = parallelize(loss, (params, x), devices=jax.devices()[:count], parallel_mode=mode)
+    check_close(program.value_and_grad(params, x), jax.value_and_grad(loss)(params, x))
+
+
+def test_sums_are_the_default_as_in_mindspore() -> None:
+    args = (PARAMS, *BATCHES[0])
+    where: Any = {"devices": jax.devices()[:4], "parallel_mode": "data_parallel"}
+    value, gradients = parallelize(mlp, args, **where).value_and_grad(*args)
+    mean = expected()[0]
+    check_close(value, mean[0] * 4)
+    check_close(gradients, jax.tree.map(lambda g: g * 4, mean[1]))
+
+
+def test_small_gradients_travel_together() -> None:
+    """Three gradients and the loss in one all-reduce, without XLA's help."""
+    program = parallelize(
+        step, (state_of(PARAMS), *BATCHES[0]), parallel_mode="data_parallel", devices=jax.devices()[:2]
+    )
+    text = program.lower(state_of(PARAMS), *BATCHES[0]).as_text()
+    assert text.count("stablehlo.all_reduce") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"comm_fusion": {"openstate": False}}, 4),
+        ({"comm_fusion": {"allreduce": {"mode": "size", "config": 0}}}, 4),
+        ({"comm_fusion": {"allreduce": {"mode": "size", "config": 1}}}, 1),
+        ({"comm_fusion": {"allreduce": {"mode": "index", "config": [0, 1]}}}, 3),
+        ({"all_reduce_fusion_config": [1, 7]}, 2),
+    ],
+    ids=str,
+)
+def test_options_say_which_gradients_travel_together(options: Any, count: int) -> None:
+    """The loss travels with the first ones, or alone."""
+    program = parallelize(
+        step,
+        (state_of(PARAMS), *BATCHES[0]),
+        parallel_mode="data_parallel",
+        devices=jax.devices()[:2],
+        **options,
+    )
+    text = program.lower(state_of(PARAMS), *BATCHES[0]).as_text()
+    assert text.count("stablehlo.all_reduce") == count
+
+
+def test_a_step_with_local_gradients_is_refused() -> None:
+    def wrong(params: Any, x: Any, y: Any) -> Any:
+        loss, gradients = jax.value_and_grad(mlp)(params, x, y)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), loss
+
+    with pytest.raises(InvalidValueError, match="would differ between devices"):
+        parallelize(wrong, (PARAMS, *BATCHES[0]), parallel_mode="data_parallel")
+
+
+def test_results_of_each_device_are_joined() -> None:
+    program = parallelize(
+        lambda w, x: (x @ w, jnp.sum(x)),
+        (np.ones((4, 2), np.float32), np.ones((8, 4), np.float32)),
+        parallel_mode="data_parallel",
+    )
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    rows, total = program(np.ones((4, 2), np.float32), x)
+    assert rows.sharding.spec == P("replica")
+    check_close((rows, total), (x @ np.ones((4, 2), np.float32), x.sum()))
+
+
+# -- hybrid_parallel -------------------------------------------------------------------------------
+
+
+def test_layerwise_parameters_stay_on_their_devices() -> None:
+    """An embedding of which each device has some rows; the step itself looks them up everywhere."""
+    table = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    head = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)
+    ids = np.arange(24, dtype=np.int32) * 5 % 16
+    params = {"table": table, "head": head}
+
+    def plain(params: Any, ids: Any) -> Any:
+        return jnp.sum(jnp.tanh(params["table"][ids] @ params["head"]) ** 2)
+
+    def local(params: Any, ids: Any) -> Any:
+        everywhere = jax.lax.all_gather(ids, "replica", tiled=True)
+        rows = params["table"].shape[0]
+        mine = everywhere - rows * jax.lax.axis_index("replica")
+        is_here = (mine >= 0) & (mine < rows)
+        found = jnp.where(is_here[:, None], params["table"][jnp.clip(mine, 0, rows - 1)], 0)
+        vectors = jax.lax.psum_scatter(found, "replica", scatter_dimension=0, tiled=True)
+        return jnp.sum(jnp.tanh(vectors @ params["head"]) ** 2)
+
+    def update(loss: Any) -> Any:
+        def run(params: Any, ids: Any) -> Any:
+            value, gradients = value_and_grad(loss)(params, ids)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+        return run
+
+    program = parallelize(
+        update(local),
+        (params, ids),
+        devices=jax.devices()[:4],
+        parallel_mode="hybrid_parallel",
+        layerwise_parallel=["table"],
+    )
+    found, value = program(params, ids)
+    wanted, total = update(plain)(params, ids)
+    check_close((found, value), (wanted, total))
+    assert found["table"].sharding.spec == P("replica")
+    assert found["table"].addressable_shards[0].data.shape == (4, 4)
+    with pytest.raises(InvalidValueError, match="divisible by 4"):
+        program(params, ids[:6])
+
+
+# -- semi_auto_parallel ----------------------------------------------------------------------------
+
+
+def test_given_layouts_are_kept_and_the_rest_follows() -> None:
+    layout = Layout((2, 2), ("data", "model"))
+    program = parallelize(
+        step,
+        (state_of(PARAMS), *BATCHES[0]),
+        devices=jax.devices()[:4],
+        parallel_mode="semi_auto_parallel",
+        parameter_plan={"up/kernel": layout("None", "model"), "down": layout("model", "None")},
+        dataset_strategy=(layout("data", "None"), layout("data", "None")),
+    )
+    (params, slots), _ = program(state_of(PARAMS), *BATCHES[0])
+    assert program.layouts["down"] == P("model", None)
+    for tree in (params, slots[0].mu):
+        assert tree["up"]["kernel"].sharding.spec == P(None, "model")
+        assert tree["down"].sharding.shard_shape((24, 4)) == (12, 4)
+    assert program.arguments[1].spec == P("data", None)
+    check_close((params, slots), jax.jit(step)(state_of(PARAMS), *BATCHES[0])[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "part"),
+    [("data_parallel", (3, 6)), ("full_batch", (24, 6)), (((4, 2), (8, 1)), (6, 3))],
+    ids=str,
+)
+def test_batches_are_cut_as_the_dataset_strategy_says(strategy: Any, part: Any) -> None:
+    program = parallelize(
+        mlp,
+        (PARAMS, *BATCHES[0]),
+        parallel_mode="semi_auto_parallel",
+        dataset_strategy=strategy,
+        global_rank=3,
+    )
+    x = program.place(PARAMS, *BATCHES[0])[1]
+    assert program.held(x).shape == part
+    check_close(program(PARAMS, *BATCHES[0]), expected()[0][0])
+
+
+def test_wrong_dataset_strategies() -> None:
+    where: Any = {"parallel_mode": "semi_auto_parallel"}
+    with pytest.raises(InvalidValueError, match="size 2 is not equal to dataset strategy size 1"):
+        parallelize(mlp, (PARAMS, *BATCHES[0]), dataset_strategy=((8, 1),), **where)
+    with pytest.raises(
+        InvalidValueError, match="item size 2 is not equal to dataset strategy item size 3"
+    ):
+        parallelize(mlp, (PARAMS, *BATCHES[0]), dataset_strategy=((8, 1, 1), (8, 1)), **where)
+    with pytest.raises(InvalidValueError, match="cannot be divisible by param_strategy"):
+        parallelize(mlp, (PARAMS, *BATCHES[0]), dataset_strategy=((1, 4), (1, 4)), **where)
+
+
+def test_shard_lays_out_what_goes_in_and_out() -> None:
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        up = shard(jnp.matmul, ((2, 1), (1, 4)), ((2, 4),))
+        down = shard(jnp.matmul, ((2, 4), (4, 1)))
+        hidden = jnp.tanh(up(x, params["up"]["kernel"]) + params["up"]["bias"])
+        return jnp.mean((down(hidden, params["down"]) - y) ** 2)
+
+    args = (PARAMS, *BATCHES[0])
+    program = parallelize(loss, args, parallel_mode="semi_auto_parallel")
+    check_close(program.value_and_grad(*args), expected()[0])
+    plain = parallelize(mlp, args, parallel_mode="semi_auto_parallel")
+    kinds = [sent(p.lower(*args).compile(), 8) for p in (program, plain)]
+    assert kinds[0] != kinds[1]
+    for mode in ("stand_alone", "data_parallel"):  # where layouts do not count
+        other = parallelize(loss, args, parallel_mode=mode, gradients_mean=True)
+        check_close(other(*args), expected()[0][0])
+
+
+# -- auto_parallel ---------------------------------------------------------------------------------
+
+
+def test_a_plan_is_found_kept_and_read_from_a_file(tmp_path: Any) -> None:
+    args = (PARAMS, *BATCHES[0])
+    where: Any = {"devices": jax.devices()[:4], "parallel_mode": "auto_parallel"}
+    first = parallelize(mlp, args, search_mode="dynamic_programming", **where)
+    assert first.plan is not None
+    assert first.plan.mode == "exact"
+    first.plan.save(tmp_path / "plan.json")
+    again = parallelize(mlp, args, plan=str(tmp_path / "plan.json"), **where)
+    assert again.plan == Plan.load(tmp_path / "plan.json")
+    path = str(tmp_path / "folder" / "strategy.json")
+    groups = str(tmp_path / "groups.json")
+    saved = parallelize(step, (state_of(PARAMS), *BATCHES[0]), strategy_ckpt_save_file=path, **where)
+    loaded = parallelize(mlp, args, strategy_ckpt_load_file=path, group_ckpt_save_file=groups, **where)
+    assert loaded.plan == saved.plan
+    assert saved.plan is not None
+    assert saved.plan.mode == "recursive_programming"
+    semi = parallelize(
+        mlp,
+        args,
+        devices=jax.devices()[:4],
+        parallel_mode="semi_auto_parallel",
+        strategy_ckpt_load_file=path,
+    )
+    assert {n: tuple(s) for n, s in semi.layouts.items()} == {
+        n: tuple(t.spec) for n, t in saved.plan.parameters.items()
+    }
+    check_close(semi(*args), expected()[0][0])
+
+
+def test_layouts_in_a_search() -> None:
+    mesh = Layout((2, 2), ("data", "model")).mesh()
+    args = (PARAMS, *BATCHES[0])
+    where: Any = {"parallel_mode": "auto_parallel", "mesh": mesh}
+    pinned = parallelize(
+        mlp, args, parameter_plan={"down": P("model")}, dataset_strategy="full_batch", **where
+    )
+    assert pinned.layouts["down"] == P("model")
+    assert pinned.arguments[1].spec == P()
+    check_close(pinned.value_and_grad(*args), expected()[0])
+    counted = parallelize(mlp, args, dataset_strategy=((4, 1), (4, 1)), **where)
+    assert counted.arguments[1].spec == P(("data", "model"))
+
+
+def test_without_all_to_all_there_is_none() -> None:
+    """`enable_alltoall` is off unless it is set, as in MindSpore."""
+
+    def loss(w: Any, x: Any) -> Any:
+        rows = jax.lax.with_sharding_constraint(x @ w, jax.NamedSharding(mesh, P("x")))
+        columns = jax.lax.with_sharding_constraint(rows * 2, jax.NamedSharding(mesh, P(None, "x")))
+        return jnp.sum(jnp.tanh(columns))
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    args = np.ones((8, 8), np.float32), np.ones((8, 8), np.float32)
+    kinds = []
+    for enabled in (False, True):
+        program = parallelize(
+            loss, args, mesh=mesh, parallel_mode="auto_parallel", enable_alltoall=enabled
+        )
+        assert program.plan is not None
+        kinds.append({c.kind for c in program.plan.collectives})
+    assert "all-to-all" not in kinds[0]
+    assert "all-to-all" in kinds[1]
+
+
+def test_functions_that_are_not_trained_are_laid_out_too() -> None:
+    x, _ = BATCHES[0]
+
+    def predict(params: Any, x: Any) -> Any:
+        return jnp.tanh(x @ params["up"]["kernel"]) @ params["down"]
+
+    program = parallelize(
+        predict, (PARAMS, x), devices=jax.devices()[:4], parallel_mode="auto_parallel"
+    )
+    check_close(program(PARAMS, x), predict(PARAMS, x))
+
+
+# -- options that change programs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["level1", "level2", "level3"])
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+def test_parallel_optimizers_keep_the_state_in_parts(mode: str, level: str) -> None:
+    state = state_of(PARAMS)
+    where: Any = {"devices": jax.devices()[:4], "parallel_mode": mode}
+    if mode == "auto_parallel":  # where plans would have cut parameters anyway
+        where |= {"parameter_plan": {name: P() for name in ("up/kernel", "up/bias", "down")}}
+    program = parallelize(
+        step,
+        (state, *BATCHES[0]),
+        enable_parallel_optimizer=True,
+        parallel_optimizer_config={"parallel_optimizer_threshold": 0, "optimizer_level": level},
+        **where,
+    )
+    (params, slots), loss = program(state, *BATCHES[0])
+    whole = jax.jit(step)(state, *BATCHES[0])
+    check_close(((params, slots), loss), whole)
+    for tree in (params, slots[0].nu):
+        assert tree["down"].sharding.shard_shape((24, 4)) == (6, 4)
+        assert tree["up"]["kernel"].sharding.shard_shape((6, 24)) == (6, 24)  # 6 rows on 4 devices
+    text = program.lower(state, *BATCHES[0]).as_text()
+    assert ("optimization_barrier" in text) == (level == "level3")  # of what is computed again
+    held = program.lower(state, *BATCHES[0]).compile().memory_analysis().argument_size_in_bytes
+    plain = parallelize(step, (state, *BATCHES[0]), **where).lower(state, *BATCHES[0]).compile()
+    saved = (
+        3 * 4 * (24 * 4 + 24) * 3 // 4
+    )  # of parameters and two slots, three quarters of `down`, `bias`
+    assert plain.memory_analysis().argument_size_in_bytes - held == saved
+
+
+def test_small_parts_of_the_state_and_groups_of_devices() -> None:
+    state = state_of(PARAMS)
+    where: Any = {"parallel_mode": "semi_auto_parallel", "enable_parallel_optimizer": True}
+    small = parallelize(step, (state, *BATCHES[0]), **where)  # all below 64 KB
+    assert small.arguments[0][0]["down"].spec == P()
+    grouped = parallelize(
+        step,
+        (state, *BATCHES[0]),
+        parallel_optimizer_config={"parallel_optimizer_threshold": 0},
+        optimizer_weight_shard_size=2,
+        **where,
+    )
+    assert grouped.arguments[0][0]["down"].spec == P("d2", None)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_sums_over_devices_in_32_bits(mode: str) -> None:
+    """Products that are summed over devices come in 32 bits, in the gradient too."""
+    w, x = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(x @ w)
+
+    def run(w: Any, x: Any) -> Any:
+        return value_and_grad(loss)(w, x)
+
+    results = []
+    for forced in (False, True):
+        program = parallelize(run, (w, x), parallel_mode=mode, force_fp32_communication=forced)
+        text = program.lower(w, x).as_text()
+        dots = [line for line in text.splitlines() if "dot_general" in line]
+        assert dots
+        assert all(("xf32>" in line.rpartition("->")[2]) == forced for line in dots)
+        results.append(program(w, x))
+    check_close(*results)
+
+
+# -- creating, other pytrees, and what is refused --------------------------------------------------
+
+
+def test_a_model_is_created_in_parts() -> None:
+    """No device ever holds a whole parameter, not even while it is made."""
+    args = mlp_parameters(64, 512, 64), *batch(8, 64, 64)
+    program = parallelize(
+        mlp,
+        args,
+        parallel_mode="semi_auto_parallel",
+        parameter_plan={"up/kernel": (1, 8), "up/bias": (8,), "down": (8, 1)},
+    )
+
+    def make(key: Any) -> Any:
+        one, two = jax.random.split(key)
+        return {
+            "up": {"kernel": jax.random.normal(one, (64, 512)), "bias": jnp.zeros(512)},
+            "down": jax.random.normal(two, (512, 64)),
+        }
+
+    made = program.create(make, jax.random.key(0))
+    check_close(made, make(jax.random.key(0)))
+    assert {s.data.shape for s in made["down"].addressable_shards} == {(64, 64)}
+    creation = jax.jit(make, out_shardings=program.arguments[0]).lower(jax.random.key(0)).compile()
+    held = creation.memory_analysis()
+    assert held.output_size_in_bytes + held.temp_size_in_bytes < 4 * 64 * 512  # of one parameter
+    with pytest.raises(InvalidValueError, match="not like argument 0"):
+        program.create(lambda: 1.0)
+
+
+def test_nests_with_other_things_in_them() -> None:
+    model = equinox.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+    x = np.ones((8, 4), np.float32)
+
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    for mode in ("data_parallel", "auto_parallel"):
+        program = parallelize(loss, (model, x), parallel_mode=mode, gradients_mean=True)
+        check_close(program(model, x), loss(model, x))
+
+
+def test_options_that_do_not_go_together() -> None:
+    args = (PARAMS, *BATCHES[0])
+    with pytest.raises(UnsupportedError, match="pipeline_stages=2"):
+        parallelize(mlp, args, parallel_mode="semi_auto_parallel", pipeline_stages=2)
+    with pytest.raises(UnsupportedError, match="dump_local_norm=True"):
+        parallelize(mlp, args, parallel_mode="data_parallel", dump_local_norm=True)
+    with pytest.raises(UnsupportedError, match="enable_parallel_optimizer=True in data_parallel"):
+        parallelize(mlp, args, parallel_mode="data_parallel", enable_parallel_optimizer=True)
+    with pytest.raises(InvalidOptionsError, match="device_num=9, and there are 8 devices"):
+        parallelize(mlp, args, parallel_mode="data_parallel", device_num=9)
+    with pytest.raises(InvalidOptionsError, match="parameter_plan is for semi_auto_parallel"):
+        parallelize(mlp, args, parallel_mode="data_parallel", parameter_plan={"down": (2, 1)})
+    with pytest.raises(InvalidValueError, match="Did you mean 'down'"):
+        parallelize(mlp, args, parallel_mode="semi_auto_parallel", parameter_plan={"dawn": (2, 1)})
+
+
+def test_the_context_says_what_is_not_given() -> None:
+    args = (PARAMS, *BATCHES[0])
+    px.set_auto_parallel_context(parallel_mode="data_parallel", gradients_mean=True, device_num=2)
+    try:
+        program = parallelize(mlp, args)
+        assert (program.mode, program.mesh.size) == ("data_parallel", 2)
+        check_close(program(*args), expected()[0][0])
+    finally:
+        px.reset_auto_parallel_context()
+    assert parallelize(mlp, args).mode == "stand_alone"

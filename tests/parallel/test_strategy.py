@@ -1,0 +1,172 @@
+"""`AutoParallelStrategy`: one replica over several devices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from tests.parallel.models import check_close
+
+import phalanx as px
+from phalanx.errors import ContextError, InvalidOptionsError, InvalidValueError
+from phalanx.parallel import Layout, value_and_grad
+
+RANDOM = np.random.default_rng(0)
+ROWS, LABELS = (RANDOM.normal(size=(21, n)).astype(np.float32) for n in (6, 4))
+UP, DOWN = (RANDOM.normal(size=s).astype(np.float32) * 0.4 for s in ((6, 24), (24, 4)))
+
+
+def loss_of(params: Any, x: Any, y: Any) -> Any:
+    return jnp.sum((jnp.tanh(x @ params["up"]) @ params["down"] - y) ** 2) / 8
+
+
+def train(strategy: px.Strategy, planned: bool = False) -> Any:
+    """Two epochs of three batches, of which the last has five rows; and the last batch itself."""
+    with strategy.scope():
+        up = px.Variable(lambda: jnp.asarray(UP), name="up")
+        down = px.Variable(DOWN, name="down")
+        optimizer = px.train.Optimizer(optax.adam(0.01))
+
+    def step(x: Any, y: Any) -> Any:
+        if planned:
+            params = {"up": up.value(), "down": down.value()}
+            loss, found = value_and_grad(loss_of)(params, x, y)
+            gradients = found["up"], found["down"]
+        else:
+            loss, gradients = px.value_and_grad(
+                lambda: loss_of({"up": up, "down": down}, x, y), [up, down]
+            )()
+        optimizer.apply_gradients(zip(gradients, [up, down], strict=True))
+        return loss
+
+    @px.function
+    def train_step(batch: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+    dataset = px.data.Dataset.from_tensor_slices((ROWS, LABELS)).batch(8)
+    batches = strategy.experimental_distribute_dataset(dataset)
+    losses, seen = [], []
+    for _ in range(2):
+        for batch in batches:
+            losses.append(float(train_step(batch)))
+            seen.append(batch[0].sharding)
+    return {"losses": losses, "up": up, "down": down, "optimizer": optimizer, "inputs": seen[1:3]}
+
+
+@functools.cache
+def expected() -> Any:
+    return train(px.OneDeviceStrategy("CPU:0"))
+
+
+def check(found: Any) -> None:
+    np.testing.assert_allclose(found["losses"], expected()["losses"], rtol=1e-5)
+    for name in ("up", "down"):
+        check_close(found[name].numpy(), expected()[name].numpy())
+
+
+LAYOUT = Layout((2, 3), ("data", "model"))
+
+
+@pytest.mark.parametrize(
+    ("options", "part", "last"),
+    [
+        ({"parameter_plan": {"up": (1, 8), "down": (8, 1)}}, (1, 6), (5, 6)),
+        ({"devices": 6, "parameter_plan": {"up": LAYOUT("None", "model")}}, (4, 6), (5, 6)),
+        ({"dataset_strategy": "full_batch"}, (8, 6), (5, 6)),
+        ({"dataset_strategy": ((4, 2), (4, 1))}, (2, 3), (5, 3)),
+        ({"devices": 6, "dataset_strategy": (LAYOUT("data", "model"),) * 2}, (4, 2), (5, 2)),
+    ],
+    ids=["cuts", "layout", "full batch", "cut batches", "laid out batches"],
+)
+def test_training_equals_one_device(options: Any, part: Any, last: Any) -> None:
+    if "devices" in options:
+        options = options | {"devices": jax.devices()[: options["devices"]]}
+    strategy = px.AutoParallelStrategy(**options)
+    found = train(strategy)
+    check(found)
+    whole, rest = found["inputs"]
+    assert whole.shard_shape((8, 6)) == part
+    assert rest.shard_shape((5, 6)) == last
+
+
+def test_slots_are_laid_out_like_their_variables() -> None:
+    strategy = px.AutoParallelStrategy(parameter_plan={"up": (1, 8)}, devices=jax.devices())
+    with strategy.scope():
+        up = px.Variable(UP, name="up")
+        optimizer = px.train.Optimizer(optax.adam(0.1))
+        optimizer.build([up])
+    parts = {v.name: v._value.sharding.shard_shape(v.shape) for v in optimizer.variables}
+    assert parts["up/mu:0"] == parts["up/nu:0"] == (6, 3)
+    strategy.run(lambda: optimizer.apply_gradients([(jnp.ones((6, 24)), up)]))
+    assert up._value.sharding == up.sharding
+    assert {v._value.sharding.shard_shape(v.shape) for v in optimizer.variables} == {(), (6, 3)}
+
+
+def test_a_searched_plan_and_its_file(tmp_path: Any) -> None:
+    shapes = {"up": UP, "down": DOWN}, ROWS[:8], LABELS[:8]
+    strategy = px.AutoParallelStrategy(devices=jax.devices()[:4], parallel_mode="auto_parallel")
+    plan = strategy.search(loss_of, shapes)
+    assert strategy.plan is plan
+    found = train(strategy, planned=True)
+    check(found)
+    assert tuple(found["up"].sharding.spec) == tuple(plan.parameters["up"].spec)
+    with pytest.raises(ContextError, match="before variables are made"):
+        strategy.search(loss_of, shapes)
+    plan.save(tmp_path / "plan.json")
+    again = px.AutoParallelStrategy(str(tmp_path / "plan.json"))
+    assert again.plan == plan
+    assert again.mesh.size == 4
+    check(train(again))
+
+
+def test_variables_are_never_whole_on_a_device() -> None:
+    """Each device makes its own part, and a function is traced once and not called."""
+    calls = []
+
+    def make() -> Any:
+        calls.append(jnp.zeros(()))
+        return jax.random.normal(jax.random.key(1), (512, 64))
+
+    strategy = px.AutoParallelStrategy(parameter_plan={"w": (8, 1), "host": (8, 1)})
+    with strategy.scope():
+        w = px.Variable(make, name="w")
+        host = px.Variable(np.ones((16, 2)), name="host", dtype=jnp.bfloat16)
+    assert len(calls) == 1
+    assert isinstance(calls[0], jax.core.Tracer)
+    check_close(w.numpy(), jax.random.normal(jax.random.key(1), (512, 64)))
+    assert {s.data.shape for s in w._value.addressable_shards} == {(64, 64)}
+    assert host.dtype == jnp.bfloat16
+    assert {s.data.shape for s in host._value.addressable_shards} == {(2, 2)}
+
+
+def test_initial_values_that_look_at_themselves_are_called() -> None:
+    strategy = px.AutoParallelStrategy(parameter_plan={"w": (8,)})
+    with strategy.scope():
+        w = px.Variable(lambda: np.full(8, float(jnp.ones(()))), name="w")
+        with pytest.raises(InvalidValueError, match="shape that was asked for"):
+            px.Variable(lambda: jnp.ones(3), shape=(4,))
+        with pytest.raises(InvalidValueError, match="cannot be divisible by"):
+            px.Variable(lambda: jnp.ones(6), name="w")
+    assert w.sharding.spec == P(("d0", "d1", "d2"))
+
+
+def test_parallel_optimizers_keep_variables_in_parts() -> None:
+    strategy = px.AutoParallelStrategy(
+        devices=jax.devices()[:4],
+        enable_parallel_optimizer=True,
+        parallel_optimizer_config={"parallel_optimizer_threshold": 0},
+    )
+    found = train(strategy)
+    check(found)
+    assert found["down"].sharding.shard_shape((24, 4)) == (6, 4)
+
+
+def test_modes_of_other_strategies_are_refused() -> None:
+    with pytest.raises(InvalidOptionsError, match=r"Use px\.MirroredStrategy for data_parallel"):
+        px.AutoParallelStrategy(parallel_mode="data_parallel")
