@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.collectives.packing import Packing
-from phalanx.collectives.sums_in_programs import all_reduce
+from phalanx.collectives.sums_in_programs import reduce_over_replicas
 from phalanx.core.reduction import ReduceOp
 from phalanx.errors import InvalidValueError
 from phalanx.execution.variance import differing_marks
@@ -352,4 +352,4 @@ def _is_state(name: str, known: Known) -> bool:
 def _joined(options: ParallelOptions, x: jax.Array) -> jax.Array:
     """A number of all devices from that of each: their mean or sum, as for gradients."""
     op = ReduceOp.MEAN if options.gradients_mean else ReduceOp.SUM
-    return all_reduce(op, [x], Packing())[0]
+    return reduce_over_replicas(op, [x], Packing())[0]

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from phalanx.collectives.packing import TOGETHER, UNPACKED, Packing
-from phalanx.collectives.sums_in_programs import all_reduce
+from phalanx.collectives.sums_in_programs import reduce_over_replicas
 from phalanx.core.reduction import ReduceOp, divide
 from phalanx.errors import InvalidTypeError
 from phalanx.parallel.options import ParallelOptions
@@ -212,17 +212,17 @@ def _summed(options: ParallelOptions, op: ReduceOp, xs: Sequence[jax.Array]) -> 
     chosen = fusion["allreduce"]
     ends = options.all_reduce_fusion_config
     if not fusion["openstate"]:
-        return all_reduce(op, xs, UNPACKED)
+        return reduce_over_replicas(op, xs, UNPACKED)
     if chosen["mode"] == "index":
         ends = tuple(chosen["config"])
     if ends:  # of packs of gradients, the first of which has the loss too
         bounds = [0, *(end + 2 for end in ends if end + 2 < len(xs)), len(xs)]
         packs = [xs[a:b] for a, b in itertools.pairwise(bounds)]
-        return [x for pack in packs for x in all_reduce(op, pack, TOGETHER)]
+        return [x for pack in packs for x in reduce_over_replicas(op, pack, TOGETHER)]
     if chosen["mode"] == "size":
         size = chosen["config"] << 20
-        return all_reduce(op, xs, Packing(bytes_per_pack=size) if size else UNPACKED)
-    return all_reduce(op, xs, Packing())
+        return reduce_over_replicas(op, xs, Packing(bytes_per_pack=size) if size else UNPACKED)
+    return reduce_over_replicas(op, xs, Packing())
 
 
 def _wide(x: Any) -> jax.Array:
