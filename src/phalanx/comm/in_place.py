@@ -38,7 +38,9 @@ def all_reduce_(
         [1, 2]
     """
     check_buffer(tensor)
-    return _into(tensor, "all_reduce", group, async_op, tensor, op=op)
+    # Without `_into`: small ones are called again and again.
+    outcome = perform("all_reduce", group, async_op, tensor, op=op, out=whole(tensor))
+    return filled(outcome, lambda out: write(tensor, out), async_op)
 
 
 def all_reduce_coalesced_(
@@ -281,7 +283,8 @@ def filled(outcome: Outcome, fill: Callable[[Any], None], async_op: bool) -> Han
     """What an operation returns that writes its result somewhere when it is there."""
     result, handle = outcome
     if not async_op:
-        fill_with(result, fill)
+        if result is not None:
+            fill(result)
         return None
     if handle is None:
         return None

@@ -34,7 +34,6 @@ class RunningJob:
     name: str
     address: str
     token: str = field(repr=False)
-    command: list[str] = field(default_factory=list)
     servers: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:

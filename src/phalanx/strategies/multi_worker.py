@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.cluster import roles
 from phalanx.cluster.resolvers.base import ClusterResolver
-from phalanx.cluster.resolvers.tfconfig import TFConfigClusterResolver
+from phalanx.cluster.resolvers.tfconfig import resolver_or_tf_config
 from phalanx.collectives import device_programs
 from phalanx.collectives.cross_worker_ops import CrossWorkerOps
 from phalanx.core.options import (
@@ -55,15 +55,8 @@ class OldMultiWorkerMirroredStrategy(Strategy):
         self._start(cluster_resolver, CommunicationOptions(implementation=communication))
 
     def _start(self, cluster_resolver: ClusterResolver | None, options: CommunicationOptions) -> None:
-        if cluster_resolver is None:
-            cluster_resolver = TFConfigClusterResolver()
-        if not isinstance(cluster_resolver, ClusterResolver):
-            raise InvalidValueError(
-                "cluster_resolver must be a px.cluster_resolver.ClusterResolver or None. "
-                f"Received: {shown(cluster_resolver)}"
-            )
-        self._cluster_resolver = cluster_resolver
-        connection = _connect(cluster_resolver, options)
+        self._cluster_resolver = resolver_or_tf_config(cluster_resolver)
+        connection = _connect(self._cluster_resolver, options)
         if connection is None:
             super().__init__(MirroredExtended(self, default_devices()))
         else:

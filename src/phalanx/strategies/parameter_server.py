@@ -16,7 +16,7 @@ import numpy as np
 from phalanx.cluster import roles
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.cluster.resolvers.simple import SimpleClusterResolver
-from phalanx.cluster.resolvers.tfconfig import TFConfigClusterResolver
+from phalanx.cluster.resolvers.tfconfig import resolver_or_tf_config
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.core import context as ctx
 from phalanx.core.checks import first_by_name
@@ -88,13 +88,7 @@ class ParameterServerStrategy(OnePerProcess, Strategy):
         compute_devices: Sequence[DeviceLike] | None = None,
         options: ParameterServerOptions | None = None,
     ) -> None:
-        if cluster_resolver is None:
-            cluster_resolver = TFConfigClusterResolver()
-        if not isinstance(cluster_resolver, ClusterResolver):
-            raise InvalidValueError(
-                "cluster_resolver must be a px.cluster_resolver.ClusterResolver or None. "
-                f"Received: {shown(cluster_resolver)}"
-            )
+        cluster_resolver = resolver_or_tf_config(cluster_resolver)
         if not isinstance(options, ParameterServerOptions | None):
             raise InvalidTypeError(
                 "options must be px.experimental.ParameterServerOptions or None. "

@@ -176,7 +176,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_job_is_found_while_it_runs_and_by_its_user_only(runtime: Path) -> None:
-    job = RunningJob(os.getpid(), "train.py", "127.0.0.1:5", "secret", ["python", "train.py"])
+    job = RunningJob(os.getpid(), "train.py", "127.0.0.1:5", "secret", {"ps 0": "127.0.0.1:6"})
     assert "secret" not in repr(job)
     with announced(job):
         (path,) = runtime.glob("phalanx/*")

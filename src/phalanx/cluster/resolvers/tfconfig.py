@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.cluster.resolvers.base import EnvironmentResolver, master_url
+from phalanx.cluster.resolvers.base import ClusterResolver, EnvironmentResolver, master_url
 from phalanx.cluster.resolvers.environment import json_variable
 from phalanx.cluster.spec import ClusterSpec
 from phalanx.cluster.tasks import task_index
@@ -100,6 +100,18 @@ class TFConfigClusterResolver(EnvironmentResolver):
 
     def _found_rpc_layer(self) -> str | None:
         return _optional_text(_read_config(), "rpc_layer")
+
+
+def resolver_or_tf_config(cluster_resolver: ClusterResolver | None) -> ClusterResolver:
+    """The resolver that a strategy was given, or that of TF_CONFIG."""
+    if cluster_resolver is None:
+        return TFConfigClusterResolver()
+    if not isinstance(cluster_resolver, ClusterResolver):
+        raise InvalidValueError(
+            "cluster_resolver must be a px.cluster_resolver.ClusterResolver or None. "
+            f"Received: {shown(cluster_resolver)}"
+        )
+    return cluster_resolver
 
 
 def _read_config() -> dict[str, Any]:

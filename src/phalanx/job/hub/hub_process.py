@@ -56,7 +56,6 @@ class HubProcess:
             "port": port,
             "advertised": advertised,
             "name": name,
-            "command": sys.argv,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM],
@@ -111,7 +110,7 @@ def serve() -> None:
     except PhalanxError as error:
         _answer({"error": str(error)})
         return
-    job = RunningJob(os.getpid(), order["name"], hub.address, order["token"], order["command"])
+    job = RunningJob(os.getpid(), order["name"], hub.address, order["token"])
     with announced(job):
         _answer({"address": hub.address})
         parent_ended = _end_of(sys.stdin.buffer.fileno())

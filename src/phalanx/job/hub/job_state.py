@@ -138,9 +138,6 @@ class JobState:
         """Whether every task waits for its input, so that none is left to wait for them."""
         return all(r.state == "joined" and r.phase == "input" for r in self._records)
 
-    def _behind(self, record: TaskRecord, now: float) -> float:
-        return self._progress.behind(record, self._awaited(record, now), now)
-
     # -- events ----------------------------------------------------------------------------------
 
     def handle(self, peer: int, message: Mapping[str, Any], now: float) -> list[Out]:
@@ -344,7 +341,7 @@ class JobState:
         ranks = fields.wholes(message, "ranks") if message.get("ranks") else ()
         if self._failure is not None or self._stack_requests.about_a_deadline:
             return []
-        late = [s for s in self._joined() if self._behind(s, now) > 0]
+        late = [s for s in self._joined() if self._progress.behind(s, self._awaited(s, now), now) > 0]
         guilty = wait_graph.culprits(self._wants(now))
         late = [s for s in late if s.rank in guilty] or late  # the others wait themselves
         late = [s for s in late if s.silence(now)] or late  # who is frozen keeps up the others

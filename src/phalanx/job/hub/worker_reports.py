@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.job.hub.descriptions import describe_program
 from phalanx.job.hub.program_order import CODE, UNKNOWN
-from phalanx.job.hub.worker_status import PeerWait, WorkerStatus
+from phalanx.job.hub.worker_status import WorkerStatus
 from phalanx.runtime.call_site import lines_of, where_is
 
 LONGEST_SITE = 2000
@@ -52,8 +52,10 @@ class Reporter:
             "site": site[:LONGEST_SITE],
             "seconds": now - self._last_change,
             **self._new_codes(),
-            **self._waits(waits, now),
         }
+        if waits:
+            is_single = status.is_single
+            message["waits"] = [wait.report(now, is_single) for wait in waits]
         if now - self._last_change >= _SAME:
             message |= self._details()
             self._told_details = True
@@ -61,12 +63,6 @@ class Reporter:
 
     def _has_details(self, now: float) -> bool:
         return not self._told_details and now - self._last_change >= _SAME
-
-    def _waits(self, waits: list[PeerWait], now: float) -> dict[str, Any]:
-        if not waits:
-            return {}
-        is_single = self._status.is_single
-        return {"waits": [wait.report(now, is_single) for wait in waits]}
 
     def _details(self) -> dict[str, str]:
         """What is told of a worker that does the same for a while: where it is, and in what program."""

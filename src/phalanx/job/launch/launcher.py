@@ -174,9 +174,7 @@ def _attempt(
             Hub(members(tasks), token, host, cause_of_death=cause_of_death if local else None)
         )
         stack.enter_context(
-            announced(
-                RunningJob(os.getpid(), job.name, hub.address, token, list(job.argv), _servers(tasks))
-            )
+            announced(RunningJob(os.getpid(), job.name, hub.address, token, _servers(tasks)))
         )
         view.begin(hub, attempt)
 

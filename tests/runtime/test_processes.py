@@ -1,0 +1,31 @@
+"""What native code prints, led elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+
+import pytest
+
+from phalanx.runtime.processes import redirected
+
+
+def test_a_descriptor_is_redirected_and_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryFile() as file:
+        with contextlib.suppress(ZeroDivisionError), redirected(1, file.fileno()):
+            os.write(1, b"elsewhere")
+            raise ZeroDivisionError
+        os.write(1, b"here")
+        file.seek(0)
+        assert file.read() == b"elsewhere"
+    assert capfd.readouterr().out == "here"
+
+
+def test_a_descriptor_that_is_not_there_stays_so() -> None:
+    free = os.dup(1)
+    os.close(free)
+    with redirected(free, 1):
+        pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(free)
