@@ -107,11 +107,34 @@ def test_values_of_replicas_fit_by_their_arrays() -> None:
     assert not fits(pattern, distributed(lambda _: jnp.zeros(3)))
     assert not fits(pattern, distributed(lambda _: jnp.zeros(())))
     assert not fits(pattern, jnp.ones(4))
+    assert not fits(pattern, distributed(lambda _: jnp.ones(2)), flag=True)
     uneven = distributed(lambda c: jnp.zeros(1 + c.replica_id_in_sync_group))
     assert not fits(pattern, uneven)
     call = Call.of((uneven,), {})
     assert call is not None
     assert Pattern.of(call, (uneven,), {}) is None
+
+
+def test_batches_fit_by_their_parts() -> None:
+    strategy = px.MirroredStrategy(DEVICES)
+    x, y, number = (
+        strategy.experimental_distribute_values_from_function(lambda _, x=x: x)
+        for x in (jnp.ones(2), jnp.zeros(2), jnp.float32(1))
+    )
+    pattern = pattern_of((x, number))
+    assert fits(pattern, (y, number))
+    # Others of the shapes of `x` and `number` together, and of their arrays.
+    joined = jax.tree.leaves(number)[0]
+    for other in [(x,), (x, number, x), (number, x), [x, number], (x, joined)]:
+        assert not fits(pattern, other)
+    assert not fits(pattern, x, number)
+    assert not fits(pattern, (x, number), (x, number))
+    assert not fits(pattern_of(x, number), (x, number))
+    assert fits(pattern_of(x, number), y, number)
+    with strategy.scope():
+        assert not fits(pattern, (x, number))
+    seen = strategy.run(lambda: jnp.asarray(pattern.arrays_of(((x, number),), {}) is not None))
+    assert not any(strategy.experimental_local_results(seen))
 
 
 def test_deleted_arrays_are_refused() -> None:

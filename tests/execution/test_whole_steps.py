@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -290,6 +291,36 @@ def test_steps_reads_and_evaluations_of_many_threads(strategy: px.Strategy, step
     assert float(alone) == steps
 
 
+def test_a_step_that_repeats_the_last_one_waits_for_its_turn(
+    strategy: px.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with strategy.scope():
+        v = px.Variable(0.0)
+    moved = threading.Event()  # the other thread waits, or does not
+
+    @px.function
+    def add() -> None:
+        strategy.run(lambda: v.assign_add(1.0))
+
+    for _ in range(3):
+        add()
+    wait = transactions.STEPS._until
+    monkeypatch.setattr(transactions.STEPS, "_until", lambda begin: (moved.set(), wait(begin)))
+    thread = threading.Thread(target=lambda: (add(), moved.set()))
+
+    def step() -> None:
+        before = float(v)
+        v.assign(before)
+        moved.clear()
+        thread.start()
+        assert moved.wait(DEADLINE)
+        v.assign(before + 10.0)
+
+    transactions.atomically(step)
+    thread.join(DEADLINE)
+    assert float(v) == 14.0
+
+
 def test_functions_may_be_traced_from_many_threads() -> None:
     v = px.Variable(0.0)
     step = px.function(v.assign_add)
@@ -349,7 +380,16 @@ def test_a_turn_that_was_never_given_back_ends_with_its_holder() -> None:
     turn = Turn(turns)
     turn.take()
     del turn
-    Turn(turns).take()
+    turn = Turn(turns)
+    turn.take()
+    remains: list[Any] = [turn]  # as an exception may refer to its own traceback
+    remains.append(remains)
+    gc.disable()
+    try:
+        del turn, remains
+        Turn(turns).take()
+    finally:
+        gc.enable()
 
 
 # -- interrupts ------------------------------------------------------------------------------------
