@@ -117,15 +117,17 @@ def test_values_of_replicas_fit_by_their_arrays() -> None:
 
 def test_batches_fit_by_their_parts() -> None:
     strategy = px.MirroredStrategy(DEVICES)
-    x, y, number = (
-        strategy.experimental_distribute_values_from_function(lambda _, x=x: x)
-        for x in (jnp.ones(2), jnp.zeros(2), jnp.float32(1))
-    )
+    one = px.MirroredStrategy(DEVICES[:1])
+
+    def distributed(strategy: px.Strategy, x: jax.Array) -> Any:
+        return strategy.experimental_distribute_values_from_function(lambda _: x)
+
+    x, y, number = (distributed(strategy, x) for x in (jnp.ones(1), jnp.zeros(1), jnp.float32(1)))
     pattern = pattern_of((x, number))
     assert fits(pattern, (y, number))
-    # Others of the shapes of `x` and `number` together, and of their arrays.
-    joined = jax.tree.leaves(number)[0]
-    for other in [(x,), (x, number, x), (number, x), [x, number], (x, joined)]:
+    array = jax.tree.leaves(number)[0]  # of the same type as that of `x`
+    on_one = distributed(one, jnp.ones(2))
+    for other in [(x,), (x, number, x), (number, x), (on_one, number), [x, number], (x, array)]:
         assert not fits(pattern, other)
     assert not fits(pattern, x, number)
     assert not fits(pattern, (x, number), (x, number))
@@ -133,8 +135,18 @@ def test_batches_fit_by_their_parts() -> None:
     assert fits(pattern_of(x, number), y, number)
     with strategy.scope():
         assert not fits(pattern, (x, number))
-    seen = strategy.run(lambda: jnp.asarray(pattern.arrays_of(((x, number),), {}) is not None))
-    assert not any(strategy.experimental_local_results(seen))
+
+
+def test_values_in_a_run_fit_by_their_components() -> None:
+    strategy = px.MirroredStrategy(DEVICES[:1])
+    value = strategy.experimental_distribute_values_from_function(lambda _: jnp.float32(1))
+    found = []
+
+    def replica() -> None:
+        found.append(fits(pattern_of(value), value))
+
+    strategy.run(replica)
+    assert found == [True]
 
 
 def test_deleted_arrays_are_refused() -> None:

@@ -295,30 +295,37 @@ def test_a_step_that_repeats_the_last_one_waits_for_its_turn(
     strategy: px.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with strategy.scope():
-        v = px.Variable(0.0)
+        v, other = px.Variable(0.0), px.Variable(0.0)
     moved = threading.Event()  # the other thread waits, or does not
 
     @px.function
     def add() -> None:
         strategy.run(lambda: v.assign_add(1.0))
 
+    def add_elsewhere() -> None:
+        add()
+        moved.set()
+
     for _ in range(3):
         add()
     wait = transactions.STEPS._until
-    monkeypatch.setattr(transactions.STEPS, "_until", lambda begin: (moved.set(), wait(begin)))
-    thread = threading.Thread(target=lambda: (add(), moved.set()))
 
-    def step() -> None:
-        before = float(v)
-        v.assign(before)
-        moved.clear()
+    def wait_now(begin: Callable[[], None]) -> None:
+        moved.set()
+        wait(begin)
+
+    thread = threading.Thread(target=add_elsewhere)
+
+    def step() -> float:
+        other.assign(1.0)
+        monkeypatch.setattr(transactions.STEPS, "_until", wait_now)
         thread.start()
         assert moved.wait(DEADLINE)
-        v.assign(before + 10.0)
+        return float(v)
 
-    transactions.atomically(step)
+    seen = transactions.atomically(step)
     thread.join(DEADLINE)
-    assert float(v) == 14.0
+    assert (seen, float(v)) == (3.0, 4.0)
 
 
 def test_functions_may_be_traced_from_many_threads() -> None:
