@@ -180,9 +180,10 @@ class Pattern:
             return None
         flat = []
         for x, layout in zip(values, layouts):  # noqa: B905 - which takes longer
-            if type(x) is not PerReplica or x._global is None or x._layout != layout:
+            array = x.array_as(layout) if type(x) is PerReplica else None
+            if array is None:
                 return None
-            flat.append(x._global)
+            flat.append(array)
         return flat
 
 
