@@ -107,11 +107,46 @@ def test_values_of_replicas_fit_by_their_arrays() -> None:
     assert not fits(pattern, distributed(lambda _: jnp.zeros(3)))
     assert not fits(pattern, distributed(lambda _: jnp.zeros(())))
     assert not fits(pattern, jnp.ones(4))
+    assert not fits(pattern, distributed(lambda _: jnp.ones(2)), flag=True)
     uneven = distributed(lambda c: jnp.zeros(1 + c.replica_id_in_sync_group))
     assert not fits(pattern, uneven)
     call = Call.of((uneven,), {})
     assert call is not None
     assert Pattern.of(call, (uneven,), {}) is None
+
+
+def test_batches_fit_by_their_parts() -> None:
+    strategy = px.MirroredStrategy(DEVICES)
+    one = px.MirroredStrategy(DEVICES[:1])
+
+    def distributed(strategy: px.Strategy, x: jax.Array) -> Any:
+        return strategy.experimental_distribute_values_from_function(lambda _: x)
+
+    x, y, number = (distributed(strategy, x) for x in (jnp.ones(1), jnp.zeros(1), jnp.float32(1)))
+    pattern = pattern_of((x, number))
+    assert fits(pattern, (y, number))
+    array = jax.tree.leaves(number)[0]  # of the same type as that of `x`
+    on_one = distributed(one, jnp.ones(2))
+    for other in [(x,), (x, number, x), (number, x), (on_one, number), [x, number], (x, array)]:
+        assert not fits(pattern, other)
+    assert not fits(pattern, x, number)
+    assert not fits(pattern, (x, number), (x, number))
+    assert not fits(pattern_of(x, number), (x, number))
+    assert fits(pattern_of(x, number), y, number)
+    with strategy.scope():
+        assert not fits(pattern, (x, number))
+
+
+def test_values_in_a_run_fit_by_their_components() -> None:
+    strategy = px.MirroredStrategy(DEVICES[:1])
+    value = strategy.experimental_distribute_values_from_function(lambda _: jnp.float32(1))
+    found = []
+
+    def replica() -> None:
+        found.append(fits(pattern_of(value), value))
+
+    strategy.run(replica)
+    assert found == [True]
 
 
 def test_deleted_arrays_are_refused() -> None:

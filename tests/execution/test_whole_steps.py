@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -290,6 +291,43 @@ def test_steps_reads_and_evaluations_of_many_threads(strategy: px.Strategy, step
     assert float(alone) == steps
 
 
+def test_a_step_that_repeats_the_last_one_waits_for_its_turn(
+    strategy: px.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with strategy.scope():
+        v, other = px.Variable(0.0), px.Variable(0.0)
+    moved = threading.Event()  # the other thread waits, or does not
+
+    @px.function
+    def add() -> None:
+        strategy.run(lambda: v.assign_add(1.0))
+
+    def add_elsewhere() -> None:
+        add()
+        moved.set()
+
+    for _ in range(3):
+        add()
+    wait = transactions.STEPS._until
+
+    def wait_now(begin: Callable[[], None]) -> None:
+        moved.set()
+        wait(begin)
+
+    thread = threading.Thread(target=add_elsewhere)
+
+    def step() -> float:
+        other.assign(1.0)
+        monkeypatch.setattr(transactions.STEPS, "_until", wait_now)
+        thread.start()
+        assert moved.wait(DEADLINE)
+        return float(v)
+
+    seen = transactions.atomically(step)
+    thread.join(DEADLINE)
+    assert (seen, float(v)) == (3.0, 4.0)
+
+
 def test_functions_may_be_traced_from_many_threads() -> None:
     v = px.Variable(0.0)
     step = px.function(v.assign_add)
@@ -349,7 +387,16 @@ def test_a_turn_that_was_never_given_back_ends_with_its_holder() -> None:
     turn = Turn(turns)
     turn.take()
     del turn
-    Turn(turns).take()
+    turn = Turn(turns)
+    turn.take()
+    remains: list[Any] = [turn]  # as an exception may refer to its own traceback
+    remains.append(remains)
+    gc.disable()
+    try:
+        del turn, remains
+        Turn(turns).take()
+    finally:
+        gc.enable()
 
 
 # -- interrupts ------------------------------------------------------------------------------------

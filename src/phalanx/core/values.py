@@ -143,6 +143,10 @@ class ReplicaValues(DistributedValues):
                 self._layout = Layout(self.count, self.values[0].ndim == 0)
         return self._global
 
+    def array_as(self, layout: Layout) -> jax.Array | None:
+        """The global array if there is one, and if the components lie in it like this."""
+        return self._global if self._layout == layout else None
+
     @property
     def is_traced(self) -> bool:
         """Whether components are values inside a JAX transformation."""

@@ -129,7 +129,8 @@ class Pattern:
         self._in_tuple = len(args) == 1 and type(args[0]) is tuple
         values = args[0] if self._in_tuple else args
         is_batch = not kwargs and all(type(x) is PerReplica for x in values)
-        self._layouts = [x.layout for x in values] if is_batch else None
+        is_whole = ctx.active_replica() is None  # elsewhere their leaves are components
+        self._layouts = [x.layout for x in values] if is_batch and is_whole else None
 
     @staticmethod
     def of(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pattern | None:
@@ -140,6 +141,12 @@ class Pattern:
 
     def arrays_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The arrays among the arguments of a call; None if it is not like this one."""
+        strategy, is_cross_replica, is_x64 = self._where
+        mode = ctx.current_mode()
+        if strategy() is not mode.strategy or is_cross_replica is not (mode.replica_context is None):
+            return None
+        if is_x64 is not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            return None
         flat = None
         if self._layouts is not None and not kwargs:
             flat = self._leaves_of_batch(args)
@@ -147,12 +154,6 @@ class Pattern:
             flat, treedef = _flatten((args, kwargs))
             if hash(treedef) != self._hash or treedef != self._treedef:
                 return None
-        strategy, is_cross_replica, is_x64 = self._where
-        mode = ctx.current_mode()
-        if strategy() is not mode.strategy or is_cross_replica is not (mode.replica_context is None):
-            return None
-        if is_x64 is not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-            return None
         arrays: list[Any] = []
         for x, (aval, spread, part) in zip(flat, self._expected):  # noqa: B905 - which takes longer
             if getattr(x, "aval", None) is aval:
@@ -175,13 +176,14 @@ class Pattern:
                 return None
             values = args[0]
         layouts = self._layouts
-        if layouts is None or len(values) != len(layouts) or ctx.active_replica() is not None:
+        if layouts is None or len(values) != len(layouts):
             return None
         flat = []
         for x, layout in zip(values, layouts):  # noqa: B905 - which takes longer
-            if type(x) is not PerReplica or x._global is None or x._layout != layout:
+            array = x.array_as(layout) if type(x) is PerReplica else None
+            if array is None:
                 return None
-            flat.append(x._global)
+            flat.append(array)
         return flat
 
 

@@ -50,7 +50,7 @@ class Throttle:
         # Signal handlers may dispatch programs too, hence locks that a thread can take again.
         self._lock = threading.RLock()
         self._between_workers = threading.RLock()
-        self._tokens: collections.deque[jax.Array] = collections.deque()
+        self._tokens: collections.deque[Any] = collections.deque()
         self._latest_between_workers: tuple[int, jax.Array] | None = None  # its thread and its token
 
     def dispatch(

@@ -25,7 +25,6 @@ from phalanx.runtime.private_names import Missing, find, need
 
 # -- backends -----------------------------------------------------------------------------------
 
-
 _initialized = find("Telling whether JAX has started", "jax._src.xla_bridge:backends_are_initialized")
 _factories = find("Telling which devices JAX could have", "jax._src.xla_bridge:_backend_factories")
 
@@ -65,16 +64,12 @@ a part of the key under which `jax.jit` caches what it has traced.
 
 # -- arrays -------------------------------------------------------------------------------------
 
-
 _Array = find("Making arrays without copies", "jax._src.array:ArrayImpl")
 _buffers_of = find("Making arrays without copies", "jax._src.array:ArrayImpl._arrays")
-_put = find(
-    "Copying arrays to several devices at once", "jax._src.interpreters.pxla:batched_device_put"
-)
+_put = find("Copying to several devices at once", "jax._src.interpreters.pxla:batched_device_put")
 _first_copy = find("Taking one copy", "jax._src.array:ArrayImpl._fully_replicated_shard")
 _maker = find("Taking one copy", "jaxlib._jax:array_result_handler")
 _zero_copy = not isinstance(_Array, Missing) and not isinstance(_buffers_of, Missing)
-_takes_first = not isinstance(_first_copy, Missing) and not isinstance(_maker, Missing)
 
 
 def uncommitted(x: jax.Array) -> jax.Array:
@@ -170,23 +165,16 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def one_piece_taker(
-    like: jax.Array, device: jax.Device | None = None
-) -> Callable[[jax.Array], jax.Array]:
-    """What takes one of the arrays behind a replicated array of the type of `like`, uncommitted.
-
-    It takes the one on `device` if there is one.
-    """
-    if device is None and _is_plain(like) and _takes_first:
+def one_piece_taker(like: jax.Array, device: jax.Device | None = None) -> Callable[..., jax.Array]:
+    """What takes one of the copies behind replicated arrays like this, on `device` if it can."""
+    if device is None and _is_plain(like) and Missing not in (type(_first_copy), type(_maker)):
         first = _first_copy(like)
         free = _maker(first.aval, first.sharding, committed=False, _skip_checks=True)
-        return lambda x: free(_first_copy(x))  # type: ignore[no-any-return]
+        return lambda x: free(_first_copy(x))
 
     def take(x: jax.Array) -> jax.Array:
         buffers = x._arrays if _zero_copy and _is_plain(x) else pieces(x)  # type: ignore[attr-defined]
-        if device is not None:
-            buffers = [b for b in buffers if device in b.devices()] or buffers
-        return uncommitted(buffers[0])
+        return uncommitted(([b for b in buffers if device in b.devices()] or buffers)[0])
 
     return take
 
@@ -315,7 +303,6 @@ def _kinds(vmap: bool = False) -> tuple[Any, ...]:
 
 
 # -- types that JAX should accept as arrays -----------------------------------------------------
-
 
 _PASSING = "Passing variables to functions of JAX, which works with variable.value(),"
 _types = find(_PASSING, "jax._src.core:pytype_aval_mappings")

@@ -7,6 +7,7 @@ always given back.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -93,13 +94,22 @@ class Turns:
                     return
             warned = self._complain(started, warned)
 
+    def _was_left(self) -> bool:
+        """Give a turn back if its holder has gone: interrupts can keep it from doing so."""
+        with self._looking:
+            if self._holder is None or self._holder() is not None:
+                return False
+            self._release()
+            return True
+
     def _complain(self, started: float, warned: float) -> float:
         holder = self._thread
-        with self._looking:
-            if self._holder is not None and self._holder() is None:
-                self._release()  # interrupts have kept it from being given back
-                return warned
+        if self._was_left():
+            return warned
         if holder == threading.get_ident():
+            gc.collect()  # the holder may be gone, but for what refers to itself
+            if self._was_left():
+                return warned
             raise ContextError(
                 f"Code that should {self._doing} was called in the middle of code of the same thread "
                 "that does, by a signal handler perhaps. Note in the handler what must be done, and do "
