@@ -318,8 +318,8 @@ def test_killed_and_frozen_workers(caplog: pytest.LogCaptureFixture) -> None:
 def test_servers_that_die_or_freeze_are_named_while_no_task_waits_for_them(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_LATE", 0.2)
-    monkeypatch.setattr(watch, "_BEAT", 0.1)
+    monkeypatch.setattr(watch, "_LATE", 0.6)
+    monkeypatch.setattr(watch, "_BEAT", 0.5)
     with Job(1, 2, start=False, server_timeout=TIMEOUT) as job, processes(job, "ps") as servers:
         counts = [job.variable(0.0), job.variable(0.0)]
         coordinator = job.coordinator
