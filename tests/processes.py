@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from phalanx.cluster.resolvers import SimpleClusterResolver
@@ -61,3 +63,16 @@ def wait_gone(pids: Iterable[int], timeout: float = 20.0) -> list[int]:
         if is_running(pid):
             left.append(pid)
     return left
+
+
+@contextlib.contextmanager
+def signalled_soon(number: int) -> Iterator[None]:
+    """Let the main thread get a signal while it waits in the block, or before on a busy machine."""
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.2, signal.pthread_kill, (main, number))
+    try:
+        timer.start()
+        yield
+    finally:
+        timer.join()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.coordinator import jobs
 from tests.coordinator.jobs import Gate, Job
+from tests.processes import signalled_soon
 
 import phalanx as px
 from phalanx.coordinator import cluster_coordinator, worker_service
@@ -488,11 +489,8 @@ def test_ctrl_c_interrupts_a_wait(shared: Job, coordinator: ClusterCoordinator) 
     value = coordinator.schedule(gated(gate))
     gate.wait_for()
     for wait in (coordinator.join, value.fetch):
-        timer = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), signalled_soon(signal.SIGINT):
             wait()
-        timer.join()
     gate.open()
     coordinator.join()
     assert value.fetch() == 1
@@ -533,10 +531,16 @@ def test_a_coordinator_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         values = [job.coordinator.schedule(gated(gate, add)) for _ in range(9)]
         last = job.coordinator.schedule(double, args=(values[-1],))
         gate.wait_for(2)
-        opener = threading.Timer(0.1, gate.open)
-        opener.start()
+        dispatcher = job.coordinator._dispatcher
+        quiet = dispatcher.ask_for_quiet
+
+        def ask_and_open() -> Any:
+            question = quiet()
+            dispatcher.questions.ask(lambda: (gate.open(),))  # workers have been told to stop before
+            return question
+
+        dispatcher.ask_for_quiet = ask_and_open  # type: ignore[method-assign]
         job.coordinator.checkpoint(folder)
-        ran = int(counts[0].numpy())
         job.coordinator.join()  # it goes on, and what it does is not in the checkpoint
         assert [int(c.numpy()) for c in counts] == [9] * 3
         assert int(last.fetch()) <= 18
@@ -548,7 +552,7 @@ def test_a_coordinator_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         counts = [job.variable(0.0) for _ in range(3)]
         assert [c.definition.id for c in counts] == definitions
         coordinator = job.coordinate(job.strategy, restore_from=folder)
-        assert len(coordinator.restored) == 9 - min(ran, 9) + 1
+        assert 2 <= len(coordinator.restored) <= 7 + 1, "those that ran are not in it"
         coordinator.join()
         assert [int(c.numpy()) for c in counts] == [9] * 3
         assert int(coordinator.restored[-1].fetch()) == 2 * int(coordinator.restored[-2].fetch())

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -129,6 +128,18 @@ def test_missing_workers_are_named(caplog: pytest.LogCaptureFixture) -> None:
         assert int(value.fetch()) == 1
 
 
+class _Opens(logging.Handler):
+    """Opens a gate when something is said."""
+
+    def __init__(self, gate: Gate, text: str) -> None:
+        super().__init__()
+        self._gate, self._text = gate, text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._text in record.getMessage():
+            self._gate.open()
+
+
 def test_a_wait_says_what_it_is_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,9 +153,12 @@ def test_a_wait_says_what_it_is_for(
             args=(Held(gate),),
         )
         gate.wait_for()
-        timer = threading.Timer(3.5, gate.open)
-        timer.start()
-        job.coordinator.join()
+        opens = _Opens(gate, "has been running <lambda> for")
+        cluster_coordinator._log.addHandler(opens)
+        try:
+            job.coordinator.join()
+        finally:
+            cluster_coordinator._log.removeHandler(opens)
         assert value.fetch() == "held"
     assert "Waiting for all functions" in caplog.text
     assert f"worker 0 at {job.cluster['worker'][0]} has been running <lambda> for" in caplog.text
@@ -304,8 +318,8 @@ def test_killed_and_frozen_workers(caplog: pytest.LogCaptureFixture) -> None:
 def test_servers_that_die_or_freeze_are_named_while_no_task_waits_for_them(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "_LATE", 0.2)
-    monkeypatch.setattr(watch, "_BEAT", 0.1)
+    monkeypatch.setattr(watch, "_LATE", 0.6)
+    monkeypatch.setattr(watch, "_BEAT", 0.5)
     with Job(1, 2, start=False, server_timeout=TIMEOUT) as job, processes(job, "ps") as servers:
         counts = [job.variable(0.0), job.variable(0.0)]
         coordinator = job.coordinator

@@ -12,11 +12,14 @@ import pytest
 from tests.coordinator.jobs import TIMEOUT, Gate, Job
 
 import phalanx as px
+from phalanx.parameter_server import watch
 
 
 def held(job: Job) -> int:
     """How many variables the servers of a job hold."""
     gc.collect()
+    for server in range(len(job.cluster["ps"])):
+        job.strategy.extended.home.let_go(server)
     with job.strategy.extended.home.in_turn() as servers:
         return sum(s["variables"] for s in servers.status())  # type: ignore[attr-defined]
 
@@ -109,7 +112,10 @@ def test_a_loop_that_makes_variables_leaves_nothing() -> None:
         del v
         settled(job, 0)
         (worker,) = job.tasks["worker", 0]._services["closures"]._sessions  # type: ignore[attr-defined]
-        assert len(worker._servers._known) <= 1  # values that the worker keeps
+        end = time.monotonic() + TIMEOUT
+        while len(worker._servers._known) > 1:  # the last values that the worker has read
+            assert time.monotonic() < end, "the worker keeps values"
+            job.coordinator.schedule(nothing).fetch()
 
 
 def test_a_closed_strategy_holds_nothing() -> None:
@@ -122,3 +128,26 @@ def test_a_closed_strategy_holds_nothing() -> None:
         job.strategy = job.new_strategy()
         v = job.variable(2.0)
         assert (float(v), held(job)) == (2.0, 1)
+
+
+def test_variables_are_freed_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_BEAT", 0.1)
+    with Job(1, 1) as job:
+        v, kept = job.variable(0.0), job.variable(1.0)
+        del v
+        gc.collect()
+        (service,) = (s for name, s in job.tasks["ps", 0]._services.items() if name == "ps")
+        end = time.monotonic() + TIMEOUT
+        while service.status()["variables"] != 1:
+            assert time.monotonic() < end, "the variable is not freed"
+        assert float(kept) == 1.0
+
+
+def test_a_lost_server_does_not_disturb_the_others() -> None:
+    with Job(1, 2, server_timeout=1.0) as job:
+        kept, lost = job.variable(1.0), job.variable(2.0)
+        job.stop("ps", 1)
+        del lost
+        gc.collect()
+        assert float(kept) == 1.0
+        job.start("ps", 1)

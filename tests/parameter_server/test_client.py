@@ -45,6 +45,7 @@ from tests.parameter_server.running import (
     value_of,
     variable,
 )
+from tests.processes import signalled_soon
 
 V, W = variable(0), variable(1, server=1)
 TABLE = variable(2, (50, 3), "float32", 1)
@@ -443,14 +444,10 @@ def test_waiting_for_a_server_can_be_interrupted(
     busy = threading.Event()
     pair[0].endpoint.loop.call_soon(lambda: busy.wait(SECONDS))  # type: ignore[arg-type, return-value]
     before = signal.signal(signal.SIGUSR1, interrupt)
-    main = threading.main_thread().ident
-    timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR1))
-    timer.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), signalled_soon(signal.SIGUSR1):
             servers.push(Token(0), [add(V), add(W)])
     finally:
-        timer.join()
         signal.signal(signal.SIGUSR1, before)
         busy.set()
     assert servers.push(Token(0), [add(V), add(W)]) == Commit(True), "under the same token"

@@ -121,15 +121,9 @@ class ServerConnections:
         answer = self._call(definition.server, wire.find(definition))
         return wire.read_outcome(answer) is not Outcome.REFUSED
 
-    def free(self, variables: Sequence[VariableDefinition], optimizers: Sequence[int] = ()) -> None:
-        """Let servers hold variables no more, and forget optimizers. They do it soon."""
-        for i, link in enumerate(self._links):
-            mine = [v.id for v in variables if v.server == i]
-            if mine or optimizers:
-                link.ask(wire.free(mine, optimizers), lambda _: None)
-        for variable in variables:
-            self.drop_known(variable.id)
-        self.collect()
+    def free(self, server: int, variables: Sequence[int], optimizers: Sequence[int] = ()) -> None:
+        """Let a server hold variables no more, and forget optimizers. It does so soon."""
+        self._links[server].ask(wire.free(variables, optimizers), lambda _: None)
 
     def drop_known(self, variable: int) -> None:
         """A variable was freed: its value is not needed any more."""

@@ -19,21 +19,21 @@ import numpy as np
 from phalanx.core.elsewhere import Pending, Rows
 from phalanx.errors import AbortedError, ContextError
 from phalanx.parameter_server.closure import current_closure, updates_of
-from phalanx.parameter_server.requests import Read, Servers, Update, VariableDefinition, own_token
+from phalanx.parameter_server.requests import Read, Servers, Update, own_token
 
 __all__ = ["Freed", "ServersHome"]
 
 
 class Freed(NamedTuple):
-    """What no code refers to any more.
+    """What no code refers to any more, on one server.
 
     Args:
-        variable: the variable.
-        optimizer: the id of the optimizer that goes with it; 0 if there is none.
+        variables: their ids.
+        optimizers: their ids.
     """
 
-    variable: VariableDefinition
-    optimizer: int = 0
+    variables: Sequence[int]
+    optimizers: Sequence[int] = ()
 
 
 class ServersHome:
@@ -50,7 +50,7 @@ class ServersHome:
         self._servers: Servers | None = None
         self._turn = threading.RLock()  # `Servers` are for one thread at a time
         self._is_closed = False
-        self._freed: deque[Freed] = deque()
+        self._freed: dict[int, deque[Freed]] = {}  # by server
         self.when_freed: list[Callable[[int], None]] = []
         """Called with the id of each variable that servers do not hold any more."""
 
@@ -80,10 +80,7 @@ class ServersHome:
             yield running.servers
             return
         with self._turn:
-            servers = self.servers()
-            if self._freed:
-                self._let_go(servers)
-            yield servers
+            yield self.servers()
 
     def close(self, without: Collection[int] = ()) -> None:
         """End the run: servers forget its variables, but for those that are known to be gone."""
@@ -147,27 +144,38 @@ class ServersHome:
 
     # -- freeing -----------------------------------------------------------------------------------
 
-    def free(self, freed: Freed) -> None:
-        """Let servers free a variable, soon.
+    def free(self, server: int, freed: Freed) -> None:
+        """Let a server free variables, soon.
 
         The garbage collector calls it, in any thread and at any moment, so it only makes a note.
         """
-        self._freed.append(freed)
+        self._freed.setdefault(server, deque()).append(freed)
 
-    def tend(self) -> None:
-        """Let servers free what was noted, unless another thread talks to them: that will do it."""
-        if self._freed and self._turn.acquire(blocking=False):
-            try:
-                if self._servers is not None:
-                    self._let_go(self._servers)
-            finally:
-                self._turn.release()
+    def take_freed(self, server: int) -> Freed | None:
+        """What a server is to free; who takes it calls `was_freed`, or `free` if that fails."""
+        notes = self._freed.get(server)
+        taken: list[Freed] = []
+        while notes:
+            taken.append(notes.popleft())
+        if not taken:
+            return None
+        variables = [v for freed in taken for v in freed.variables]
+        return Freed(variables, [o for freed in taken for o in freed.optimizers])
 
-    def _let_go(self, servers: Servers) -> None:
-        freed: list[Freed] = []
-        while self._freed:
-            freed.append(self._freed.popleft())
-        servers.free([f.variable for f in freed], [f.optimizer for f in freed if f.optimizer])
-        for variable, _ in freed:
-            for tell in self.when_freed:
-                tell(variable.id)
+    def was_freed(self, freed: Freed) -> None:
+        """A server has freed variables: tell those who have their last values."""
+        servers = self._servers
+        for variable in freed.variables:
+            if servers is not None:
+                servers.drop_known(variable)
+            for tell in list(self.when_freed):
+                tell(variable)
+
+    def let_go(self, server: int) -> None:
+        """Let a server free what was noted, before it is asked to hold more."""
+        if self._freed.get(server):
+            with self.in_turn() as servers:
+                freed = self.take_freed(server)
+                if freed is not None:
+                    servers.free(server, freed.variables, freed.optimizers)
+                    self.was_freed(freed)

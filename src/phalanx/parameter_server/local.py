@@ -63,10 +63,9 @@ class LocalServers:
         for store in self.stores:
             store.define_optimizer(definition)
 
-    def free(self, variables: Sequence[VariableDefinition], optimizers: Sequence[int] = ()) -> None:
-        """Let servers hold variables no more, and forget optimizers."""
-        for i, store in enumerate(self.stores):
-            store.free([v.id for v in variables if v.server == i], optimizers)
+    def free(self, server: int, variables: Sequence[int], optimizers: Sequence[int] = ()) -> None:
+        """Let a server hold variables no more, and forget optimizers."""
+        self.stores[server].free(variables, optimizers)
 
     def end(self, without: Collection[int] = ()) -> None:
         """Servers forget everything."""

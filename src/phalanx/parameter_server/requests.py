@@ -159,8 +159,11 @@ class Servers(Protocol):
     def define_optimizer(self, definition: OptimizerDefinition) -> None:
         """Tell all servers of an optimizer."""
 
-    def free(self, variables: Sequence[VariableDefinition], optimizers: Sequence[int] = ()) -> None:
-        """Let servers hold variables no more, and forget optimizers, soon."""
+    def free(self, server: int, variables: Sequence[int], optimizers: Sequence[int] = ()) -> None:
+        """Let a server hold variables no more, and forget optimizers, soon."""
+
+    def drop_known(self, variable: int) -> None:
+        """A variable was freed: its value is not needed any more."""
 
     def end(self, without: Collection[int] = ()) -> None:
         """End the run: servers forget everything, but for those that are known to be gone."""
@@ -214,9 +217,6 @@ class PipelinedServers(Servers, Protocol):
 
     def collect(self, wait: bool = False) -> None:
         """Call `then` of the pushes that are done; if `wait`, of all of them."""
-
-    def drop_known(self, variable: int) -> None:
-        """A variable was freed: its value is not needed any more."""
 
     @property
     def is_ahead(self) -> bool:

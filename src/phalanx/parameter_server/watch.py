@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+import weakref
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from phalanx.errors import PhalanxError, ServerStateLostError
 from phalanx.job.hub.descriptions import Task
 from phalanx.net.stream import Stream
 from phalanx.parameter_server import wire
+from phalanx.parameter_server.home import ServersHome
 from phalanx.parameter_server.server_link import Refusal, greeted
 from phalanx.parameter_server.session import Session
 from phalanx.parameter_server.wire import Kind
@@ -29,16 +30,15 @@ _MOST = 60.0  # seconds after which it is named again at the latest
 
 
 class ServerWatch:
-    """Asks each server of a run, each second, whether it lives.
+    """Asks each server of a run, each second, whether it lives, and lets it free variables.
 
     Args:
         session: the run.
-        tend: called between the questions while all servers answer; False ends the watch.
+        home: where its variables are. The watch ends with it.
     """
 
-    def __init__(self, session: Session, tend: Callable[[], bool]) -> None:
-        self._tend = tend
-        self._watched = [_Watched(task, session, self._after) for task in session.servers]
+    def __init__(self, session: Session, home: weakref.ref[ServersHome]) -> None:
+        self._watched = [_Watched(task, session, home) for task in session.servers]
 
     def start(self) -> ServerWatch:
         """Begin; each server has a thread of its own, so that none hides the silence of another."""
@@ -60,10 +60,6 @@ class ServerWatch:
         """Which servers are there: for each its ``task``, ``address``, ``state`` and ``reason``."""
         return [watched.report() for watched in self._watched]
 
-    def _after(self, watched: _Watched) -> None:
-        if watched is self._watched[0] and all(w.is_up for w in self._watched) and not self._tend():
-            self.close()
-
 
 class _Watched:
     """One server.
@@ -71,11 +67,11 @@ class _Watched:
     Args:
         task: the server.
         session: the run.
-        then: called in the thread after each question.
+        home: where its variables are.
     """
 
-    def __init__(self, task: Task, session: Session, then: Callable[[_Watched], None]) -> None:
-        self._task, self._then = task, then
+    def __init__(self, task: Task, session: Session, home: weakref.ref[ServersHome]) -> None:
+        self._task, self._home = task, home
         hello = {"run": session.run, "index": task.id}
         self._greet = partial(greeted, task.address, session.key, hello, _BEAT)
         self._heard = time.monotonic()
@@ -111,8 +107,9 @@ class _Watched:
                 try:
                     if stream is None:
                         stream = self._greet()
-                    stream.send(wire.with_fields(Kind.STATUS, {}), 1, _BEAT)
-                    stream.receive(_BEAT)
+                    _ask(stream, wire.with_fields(Kind.STATUS, {}))
+                    if not self._free(stream):
+                        break
                 except (Refusal, PhalanxError, OSError) as error:
                     if stream is not None:
                         stream.close()
@@ -122,10 +119,24 @@ class _Watched:
                     if late > _LATE:
                         _log.warning("%s at %s answers again.", self._task, self._task.address)
                     self._heard, self._reason, late = time.monotonic(), "", _LATE
-                self._then(self)
         finally:
             if stream is not None:
                 stream.close()
+
+    def _free(self, stream: Stream) -> bool:
+        """Let the server free what no code refers to; whether the home is still there."""
+        home = self._home()
+        if home is None:
+            return False
+        freed = home.take_freed(self._task.id)
+        if freed is not None:
+            try:
+                _ask(stream, wire.free(*freed))
+            except BaseException:
+                home.free(self._task.id, freed)
+                raise
+            home.was_freed(freed)
+        return True
 
     def _miss(self, error: Exception, late: float) -> float:
         """Note that there is no answer, and name the server if that is so for long."""
@@ -146,3 +157,8 @@ class _Watched:
             error,
         )
         return silent + min(_MOST, max(_LATE, silent))
+
+
+def _ask(stream: Stream, request: list[Any]) -> None:
+    stream.send(request, 1, _BEAT)
+    wire.read_outcome(stream.receive(_BEAT).buffers)

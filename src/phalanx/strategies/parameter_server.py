@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -199,7 +198,7 @@ class ParameterServerExtended(ReplicatedExtended):
 
     def _reach(self) -> ServerConnections:
         servers = self.session.connect(begin=self._begins)
-        self.watch = ServerWatch(self.session, partial(_tend, weakref.ref(self.home))).start()
+        self.watch = ServerWatch(self.session, weakref.ref(self.home)).start()
         return servers
 
     def connect(self) -> ServerConnections:
@@ -286,6 +285,7 @@ class ParameterServerExtended(ReplicatedExtended):
         return variable
 
     def _create(self, definition: VariableDefinition, value: Any) -> None:
+        self.home.let_go(definition.server)
         with self.home.in_turn() as servers:
             servers.create(definition, value)
 
@@ -294,16 +294,18 @@ class ParameterServerExtended(ReplicatedExtended):
         number = variable.definition.id
         if number in self._freeing:
             self._freeing[number].detach()
-        freed = Freed(variable.definition, optimizer)
-        finalizer = weakref.finalize(variable, self._free, freed)
+        finalizer = weakref.finalize(variable, self._free, variable.definition, optimizer)
         finalizer.atexit = False
         self._freeing[number], self._alive[number] = finalizer, variable
 
-    def _free(self, freed: Freed) -> None:
+    def _free(self, variable: VariableDefinition, optimizer: int) -> None:
         """No code refers to a variable any more. The garbage collector calls it, so it never waits."""
-        self._freeing.pop(freed.variable.id, None)
-        self._servers.release(freed.variable.server, freed.variable.nbytes)
-        self.home.free(freed)
+        self._freeing.pop(variable.id, None)
+        self._servers.release(variable.server, variable.nbytes)
+        self.home.free(variable.server, Freed([variable.id]))
+        if optimizer:
+            for server in range(self.num_servers):
+                self.home.free(server, Freed([], [optimizer]))
 
     @property
     def variables(self) -> list[RemoteVariable]:
@@ -364,14 +366,6 @@ class WorkersDataset:
                 "dataset in the coordinator's program"
             )
         return iter(self.on_worker())
-
-
-def _tend(home: weakref.ref[ServersHome]) -> bool:
-    """Let servers free variables; whether the home is still there."""
-    found = home()
-    if found is not None:
-        found.tend()
-    return found is not None
 
 
 def _remade(

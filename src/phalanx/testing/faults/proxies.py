@@ -51,6 +51,7 @@ class Proxies:
         self._targets = dict(targets)
         self._pairs: dict[str, set[_Pair]] = {task: set() for task in targets}
         self._timers: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.Server] = []
         self.addresses: dict[str, str] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -141,26 +142,28 @@ class Proxies:
 
             server = await asyncio.start_server(serve, "127.0.0.1", 0)
             self.addresses[task] = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            self._keep(self._loop.create_task(server.serve_forever()))
+            self._servers.append(server)
 
     async def _end(self) -> None:
-        waiting = list(self._timers)
-        for timer in waiting:
-            timer.cancel()
-        for pairs in self._pairs.values():
-            for pair in list(pairs):
-                pair.end()
-        serving = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-        await asyncio.gather(*waiting, *serving, return_exceptions=True)
+        for server in self._servers:
+            server.close()
+        # A connection that was accepted just now has a task that is not there yet.
+        while rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+            await asyncio.sleep(0)
 
     async def _serve(
         self, task: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
             far_reader, far = await asyncio.open_connection(*split_address(self._targets[task]))
-        except OSError:
+        except BaseException as error:
             writer.transport.abort()
-            return
+            if isinstance(error, OSError):
+                return
+            raise
         pair = _Pair(writer, far)
         self._pairs[task].add(pair)
         try:
