@@ -92,6 +92,8 @@ class Program:
             state, outputs = jax.lax.scan(body, new, stacked)
             return (outputs, state), token(spans_workers)
 
+        # Nothing that a run could be told by: no results, nothing written, printed or sent.
+        self._is_empty = not (self.jaxpr.outvars or self.jaxpr.effects or spans_workers)
         self._device = used.device
         self._after_runs = list(used.after_runs)
         can_fail = _calls_python(self.jaxpr) or (
@@ -147,8 +149,13 @@ class Program:
         alone, read = _alive(self._alone), _alive(self._besides)
         if alone is None or read is None:
             return CHANGED
-        run = self._step.run_again if self._is_here else self._run_again_there
-        outputs = run(alone, read[: len(self._read)], arrays, then)
+        if self._is_empty and transactions.current() is None:
+            outputs: list[jax.Array] | None = []
+            if then is not None:
+                then()
+        else:
+            run = self._step.run_again if self._is_here else self._run_again_there
+            outputs = run(alone, read[: len(self._read)], arrays, then)
         if outputs is None:
             return CHANGED
         for after in self._after_runs:
