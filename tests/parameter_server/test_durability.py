@@ -76,7 +76,7 @@ def drive(keeper: Keeper, store: Store, seed: int, count: int = 60) -> list[tupl
     rng = random.Random(seed)
     history = []
     for number, buffers in enumerate([*SETUP, *(request(rng, i) for i in range(count))]):
-        _, has_changed = perform(store, buffers)
+        has_changed = perform(store, buffers).has_changed
         if has_changed:
             keeper.note([bytes(memoryview(b)) for b in buffers])
         history.append((keeper.log_size, state(store)))
