@@ -84,6 +84,7 @@ class ServerConnections:
         self._arbiter = arbiter
         self._pool = BufferPool()
         expect_input()
+        self._has_read = False  # since answers were collected
         self._known: dict[int, tuple[int, Array]] = {}  # variable -> its version and value
         hello = {"run": run, "begin": begin, "resume": resume, "durability": vars(durability)}
         self._links = [
@@ -135,6 +136,7 @@ class ServerConnections:
 
     def pull(self, reads: Sequence[Read]) -> list[Array]:
         """Read variables, with one round trip to all servers concerned at the same time."""
+        self._has_read = True
         while True:
             shown = self._commits.shown()
             found = self._pull(reads, [push.token for push in shown])
@@ -244,7 +246,9 @@ class ServerConnections:
             for link in self._links:
                 while link.pending and link.poll():
                     pass
-            self._commits.flush()
+            if not self._has_read:  # else what is held goes with the next read
+                self._commits.flush()
+            self._has_read = False
             return
         while any(link.pending for link in self._links):
             for link in self._links:

@@ -147,7 +147,6 @@ class ServerLink:
 
     def poll(self) -> bool:
         """Take the next answer if it is there; whether it was."""
-        self.flush()
         if self._stream is None:
             self._reach()
         assert self._stream is not None
