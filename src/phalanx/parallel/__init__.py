@@ -6,6 +6,7 @@ none cheaper by its model of costs.
 
 from phalanx.parallel.applying import apply
 from phalanx.parallel.hardware import Device, Hardware, Measurements, fit, profile
+from phalanx.parallel.hardware_files import load_hardware, save_hardware
 from phalanx.parallel.mesh import DeviceMesh, Link, Topology, mesh_of, meshes
 from phalanx.parallel.plan import (
     Alternative,
@@ -18,6 +19,11 @@ from phalanx.parallel.plan import (
     TensorPlan,
 )
 from phalanx.parallel.searching import search
+from phalanx.parallel.strategy_files import (
+    MindSporeStrategy,
+    load_mindspore_strategy,
+    read_mindspore_strategy,
+)
 
 __all__ = [
     "Alternative",
@@ -27,6 +33,7 @@ __all__ = [
     "Link",
     "Measurements",
     "MemoryUse",
+    "MindSporeStrategy",
     "OperatorPlan",
     "Plan",
     "PlannedCollective",
@@ -36,8 +43,12 @@ __all__ = [
     "Topology",
     "apply",
     "fit",
+    "load_hardware",
+    "load_mindspore_strategy",
     "mesh_of",
     "meshes",
     "profile",
+    "read_mindspore_strategy",
+    "save_hardware",
     "search",
 ]

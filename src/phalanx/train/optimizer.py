@@ -327,11 +327,10 @@ class Optimizer:
         scaled = value_and_grad(lambda *parts: self.scale_loss(loss_fn(*parts)), listed)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         slices = None
-        divides = self.shard is not None and self.shard.accumulates_slices and self._op is not None
-        if divides and is_compiled(context):
+        if self.shard is not None and self.shard.accumulates_slices and is_compiled(context):
             self._prepare(context, listed)
             slices = self._slices
-        if slices is None:
+        if slices is None or self._op is None:
             value, gradients = accumulated(scaled, batch, micro_batches)
             self.apply_gradients(zip(gradients, listed, strict=True))
         else:
