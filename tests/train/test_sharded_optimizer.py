@@ -434,6 +434,12 @@ def test_a_second_optimizer() -> None:
     px.function(lambda: strategy.run(lambda: other.apply_gradients([(jnp.ones(6) * w, w)])))()
     np.testing.assert_allclose(w.numpy(), np.arange(6.0) - [0, 0.5, 0.5, 0.5, 0.5, 0.5], rtol=1e-5)
 
+    for shard in (None, everything("parameters", shard_size=1)):
+        with strategy.scope():
+            another = px.train.Optimizer(optax.adam(0.5), shard=shard)
+        with pytest.raises(px.errors.InvalidValueError, match="is kept in 2 slices"):
+            another.build([w])
+
 
 def test_checkpoints_go_between_levels_and_replica_counts(tmp_path: Path) -> None:
     name = "clipped adamw"

@@ -21,6 +21,7 @@ import numpy as np
 
 from phalanx import comm
 from phalanx.cli.arguments import positive
+from phalanx.cli.bench_hardware import add_hardware_parser
 from phalanx.errors import InvalidValueError
 from phalanx.execution.function import function
 from phalanx.runtime import devices
@@ -91,6 +92,7 @@ def add_bench_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--plot", action="store_true", help="draw the bandwidths")
     parser.add_argument("--json", metavar="FILE", help="write the numbers to a file, too")
     parser.set_defaults(function=run)
+    add_hardware_parser(kinds)
 
 
 def size(text: str) -> int:

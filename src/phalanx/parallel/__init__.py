@@ -13,7 +13,13 @@ from phalanx.parallel.context import (
 )
 from phalanx.parallel.device_layout import Layout
 from phalanx.parallel.hardware import Device, Hardware, Measurements, fit, profile
+from phalanx.parallel.hardware_files import load_hardware, save_hardware
 from phalanx.parallel.mesh import DeviceMesh, Link, Topology, mesh_of, meshes
+from phalanx.parallel.mindspore_files import (
+    MindSporeStrategy,
+    load_mindspore_strategy,
+    read_mindspore_strategy,
+)
 from phalanx.parallel.parallelizing import Parallelized, parallelize
 from phalanx.parallel.plan import (
     Alternative,
@@ -41,6 +47,7 @@ __all__ = [
     "Link",
     "Measurements",
     "MemoryUse",
+    "MindSporeStrategy",
     "OperatorPlan",
     "ParallelMode",
     "Parallelized",
@@ -53,11 +60,15 @@ __all__ = [
     "apply",
     "fit",
     "get_auto_parallel_context",
+    "load_hardware",
+    "load_mindspore_strategy",
     "mesh_of",
     "meshes",
     "parallelize",
     "profile",
+    "read_mindspore_strategy",
     "reset_auto_parallel_context",
+    "save_hardware",
     "search",
     "set_auto_parallel_context",
     "shard",

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from phalanx.errors import InvalidValueError, NotFoundError
-from phalanx.parallel import plan_files, plan_text
+from phalanx.parallel import plan_files, plan_html, plan_text
 from phalanx.parallel.layout import Shape
 from phalanx.parallel.mesh import DeviceMesh
 
@@ -285,6 +285,10 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text.table(self)
+
+    def to_html(self, title: str = "Plan") -> str:
+        """The plan as a web page with pictures, in one file that needs no others."""
+        return plan_html.page(self, title)
 
     def to_json(self) -> str:
         """The plan as JSON, with the same text for the same plan."""

@@ -125,7 +125,9 @@ class GradientCommunication:
         arrays = [] if chosen is None else [i for i, x in enumerate(values) if _is_local_array(x)]
         results: dict[int, Any] = {}
         if chosen is not None and arrays:
-            sums = sums_in_programs.reduce_over_replicas(op, [values[i].component(0) for i in arrays], chosen)
+            sums = sums_in_programs.reduce_over_replicas(
+                op, [values[i].component(0) for i in arrays], chosen
+            )
             count = strategy.num_replicas_in_sync
             results |= {i: Mirrored.of_global(x, count) for i, x in zip(arrays, sums, strict=True)}
         others = [i for i in range(len(values)) if i not in results]

@@ -33,7 +33,7 @@ from phalanx.train.gradient_communication import GradientCommunication, dense
 from phalanx.train.optimizer_arguments import checked_pairs, checked_variables
 from phalanx.train.precision import LossScale
 from phalanx.train.server_updates import ServerUpdates
-from phalanx.train.sharded_optimizer import ShardedUpdates
+from phalanx.train.sharded_optimizer import ShardedUpdates, check_slices
 from phalanx.train.sharding import OptimizerSharding, as_sharding
 
 _AGGREGATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN, None: None}
@@ -181,7 +181,9 @@ class Optimizer:
             )
             if self.loss_scale is not None:
                 self.loss_scale.build()
-            if self.shard is not None and strategy.num_replicas_in_sync > 1:
+            if self.shard is None:
+                check_slices(listed, None)
+            elif strategy.num_replicas_in_sync > 1:
                 self._slices = ShardedUpdates(
                     self.shard, strategy, listed, self._state, self.communication
                 )
@@ -327,11 +329,10 @@ class Optimizer:
         scaled = value_and_grad(lambda *parts: self.scale_loss(loss_fn(*parts)), listed)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         slices = None
-        divides = self.shard is not None and self.shard.accumulates_slices and self._op is not None
-        if divides and is_compiled(context):
+        if self.shard is not None and self.shard.accumulates_slices and is_compiled(context):
             self._prepare(context, listed)
             slices = self._slices
-        if slices is None:
+        if slices is None or self._op is None:
             value, gradients = accumulated(scaled, batch, micro_batches)
             self.apply_gradients(zip(gradients, listed, strict=True))
         else:

@@ -8,7 +8,7 @@ updates once, and divides again: the same numbers, without saving work.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from phalanx.core.slicing import Members, Slicing
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
 from phalanx.core.variables import Variable
-from phalanx.errors import UnsupportedError
+from phalanx.errors import InvalidValueError, UnsupportedError
 from phalanx.execution.compiled import in_compiled_run
 from phalanx.execution.program import end_programs
 from phalanx.runtime.formatting import shown
@@ -31,10 +31,20 @@ from phalanx.train.gradient_communication import GradientCommunication, dense
 from phalanx.train.sharding import OptimizerSharding
 from phalanx.train.sliced_updates import Sliced, run_on_slices
 
-__all__ = ["ShardedUpdates"]
+__all__ = ["ShardedUpdates", "check_slices"]
 
 Update = Callable[..., tuple[Any, ...]]
 """Takes gradients, state, parameters and more; gives new parameters, the new state and more."""
+
+
+class _Step(NamedTuple):
+    """What `ShardedUpdates.apply` is given."""
+
+    strategy: Strategy
+    op: ReduceOp | None
+    given: dict[int, Any]
+    update: Update
+    more: Sequence[Variable]
 
 
 class ShardedUpdates:
@@ -65,6 +75,7 @@ class ShardedUpdates:
         self._divided = [sharding.divides(v) for v in variables]
         self.gathered: list[str] = []
         parts = self._members.parts
+        check_slices(variables, parts)
         for slot in jax.tree.leaves(state):
             if sharding.divides(slot):
                 slice_variable(slot, parts)
@@ -91,11 +102,12 @@ class ShardedUpdates:
             update: what makes the new values.
             more: further variables that it takes and gives.
         """
+        step = _Step(strategy, op, given, update, more)
         if in_compiled_run(strategy):
             with ctx.push(ctx.Mode(strategy, update_index=0)):
-                self._apply_in_program(strategy, op, given, update, more)
+                self._apply_in_program(step)
         else:
-            self._apply_whole(strategy, op, given, update, more)
+            self._apply_whole(step)
 
     # -- pieces of a batch -----------------------------------------------------------------------
 
@@ -122,31 +134,24 @@ class ShardedUpdates:
 
     # -- in a program ----------------------------------------------------------------------------
 
-    def _apply_in_program(
-        self,
-        strategy: Strategy,
-        op: ReduceOp | None,
-        given: dict[int, Any],
-        update: Update,
-        more: Sequence[Variable],
-    ) -> None:
+    def _apply_in_program(self, step: _Step) -> None:
         params = [self._present(v, d) for v, d in zip(self._variables, self._divided, strict=True)]
-        grads = self._gradients(strategy, op, given)
+        grads = self._gradients(step.strategy, step.op, step.given)
         state = jax.tree.map(lambda v: self._present(v, isinstance(v, SlicedVariable)), self._state)
         wanted = (
             self._divided,
             jax.tree.map(lambda v: isinstance(v, SlicedVariable), self._state),
-            *([[False] * len(more)] if more else []),
+            *([[False] * len(step.more)] if step.more else []),
         )
-        extra = ([v.value() for v in more],) if more else ()
+        extra = ([v.value() for v in step.more],) if step.more else ()
         (new_params, new_state, *rest), self.gathered = run_on_slices(
-            update, (grads, state, params, *extra), wanted, self._members
+            step.update, (grads, state, params, *extra), wanted, self._members
         )
-        self._write_params(given, new_params)
+        self._write_params(step.given, new_params)
         is_sliced = lambda x: isinstance(x, Sliced)  # noqa: E731
         slots = jax.tree.leaves(self._state)
         self._write(slots, jax.tree.leaves(new_state, is_leaf=is_sliced))
-        self._write(more, jax.tree.leaves(rest))
+        self._write(step.more, jax.tree.leaves(rest))
 
     def _present(self, variable: Variable, is_divided: bool) -> Any:
         """What a variable holds, in slices if it is divided."""
@@ -224,19 +229,13 @@ class ShardedUpdates:
 
     # -- eagerly ---------------------------------------------------------------------------------
 
-    def _apply_whole(
-        self,
-        strategy: Strategy,
-        op: ReduceOp | None,
-        given: dict[int, Any],
-        update: Update,
-        more: Sequence[Variable],
-    ) -> None:
+    def _apply_whole(self, step: _Step) -> None:
+        given, more = step.given, step.more
         variables = [v for v in self._variables if id(v) in given]
         gradients = [given[id(v)] for v in variables]
-        if op is not None:
+        if step.op is not None:
             pairs = list(zip(gradients, variables, strict=True))
-            gradients = self._communication.combined(strategy, op, pairs)
+            gradients = self._communication.combined(step.strategy, step.op, pairs)
         by_variable = dict(zip(map(id, variables), gradients, strict=True))
         slots = jax.tree.leaves(self._state)
         params = [v.value() for v in self._variables]
@@ -247,13 +246,24 @@ class ShardedUpdates:
             ]
             state = jax.tree.map(lambda v: v.value(), self._state)
             extra = ([v.value() for v in more],) if more else ()
-            new_params, new_state, *rest = update(grads, state, params, *extra)
+            new_params, new_state, *rest = step.update(grads, state, params, *extra)
         pairs = list(zip(self._variables, new_params, strict=True))
         pairs = [(v, x) for v, x in pairs if id(v) in given]
         pairs += zip([*slots, *more], jax.tree.leaves((new_state, rest)), strict=True)
         for variable, value in pairs:
             assert isinstance(variable, MirroredVariable)
             variable.replace(value)
+
+
+def check_slices(variables: Sequence[Variable], parts: int | None) -> None:
+    """Refuse variables that another optimizer keeps in other slices than this one would."""
+    for variable in variables:
+        if isinstance(variable, SlicedVariable) and variable.slicing.parts != parts:
+            raise InvalidValueError(
+                f"Variable {variable.name!r} is kept in {variable.slicing.parts} slices, because "
+                "another optimizer has shard='parameters'. Give this one the same shard=…. "
+                f"Received: {'no shard' if parts is None else f'{parts} slices'}"
+            )
 
 
 def _check(strategy: Strategy, variables: list[Variable]) -> None:
