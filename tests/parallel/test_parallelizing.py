@@ -153,7 +153,8 @@ def test_results_of_each_device_are_joined() -> None:
 # -- hybrid_parallel -------------------------------------------------------------------------------
 
 
-def test_layerwise_parameters_stay_on_their_devices() -> None:
+@pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
+def test_layerwise_parameters_stay_on_their_devices(mean: bool) -> None:
     """An embedding of which each device has some rows; the step itself looks them up everywhere."""
     table = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
     head = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)
@@ -161,7 +162,7 @@ def test_layerwise_parameters_stay_on_their_devices() -> None:
     params = {"table": table, "head": head}
 
     def plain(params: Any, ids: Any) -> Any:
-        return jnp.sum(jnp.tanh(params["table"][ids] @ params["head"]) ** 2)
+        return jnp.sum(jnp.tanh(params["table"][ids] @ params["head"]) ** 2) / (4 if mean else 1)
 
     def local(params: Any, ids: Any) -> Any:
         everywhere = jax.lax.all_gather(ids, "replica", tiled=True)
@@ -185,6 +186,7 @@ def test_layerwise_parameters_stay_on_their_devices() -> None:
         devices=jax.devices()[:4],
         parallel_mode="hybrid_parallel",
         layerwise_parallel=["table"],
+        gradients_mean=mean,
     )
     found, value = program(params, ids)
     wanted, total = update(plain)(params, ids)
@@ -369,6 +371,10 @@ def test_parallel_optimizers_keep_the_state_in_parts(mode: str, level: str) -> N
         assert tree["up"]["kernel"].sharding.shard_shape((6, 24)) == (6, 24)  # 6 rows on 4 devices
     text = program.lower(state, *BATCHES[0]).as_text()
     assert ("optimization_barrier" in text) == (level == "level3")  # of what is computed again
+    if mode == "semi_auto_parallel":
+        # The three gradients; then the parameters, their gradients, and `down` again for the gradient.
+        expected = {"level1": 0, "level2": 3, "level3": 3 + 3 + 3 + 1}
+        assert text.count("sharding_constraint") == expected[level]
     held = program.lower(state, *BATCHES[0]).compile().memory_analysis().argument_size_in_bytes
     plain = parallelize(step, (state, *BATCHES[0]), **where).lower(state, *BATCHES[0]).compile()
     saved = (

@@ -32,7 +32,7 @@ def is_named(path: str, name: str) -> bool:
 
 
 def like(name: str, shape: Sequence[int], known: Known) -> PartitionSpec | None:
-    """The layout of what is like a parameter: its name ends with the parameter's, of the same shape.
+    """The layout of what is like a parameter: one name ends with the other, and the shapes are equal.
 
     So the slots of an optimizer, gradients and new values are laid out as their parameters are.
 
@@ -40,12 +40,12 @@ def like(name: str, shape: Sequence[int], known: Known) -> PartitionSpec | None:
     >>> like("0/mu/a/w", (4, 2), known), like("0/count", (), known)
     (P('x',), None)
     """
-    fits = [
-        known_name
-        for known_name, (known_shape, _) in known.items()
-        if known_shape == tuple(shape) and is_named(name, known_name)
-    ]
-    return known[max(fits, key=len)][1] if fits else None
+    of_shape = [n for n, (known_shape, _) in known.items() if known_shape == tuple(shape)]
+    ends = [n for n in of_shape if is_named(name, n)]
+    if ends:
+        return known[max(ends, key=len)][1]
+    begins = [n for n in of_shape if name and is_named(n, name)]
+    return known[begins[0]][1] if begins else None
 
 
 def stored(spec: PartitionSpec, leaf: Any, mesh: Mesh, options: ParallelOptions) -> PartitionSpec:
