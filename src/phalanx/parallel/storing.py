@@ -7,16 +7,18 @@ the same. Programs gather what they compute with.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from phalanx.execution.throttle import THROTTLE, token
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import parts_of
 
-__all__ = ["Known", "is_named", "like", "stored"]
+__all__ = ["Known", "is_named", "like", "made_in_parts", "stored"]
 
 Known = Mapping[str, tuple[tuple[int, ...], PartitionSpec]]
 """The shapes and layouts of parameters by name."""
@@ -88,3 +90,18 @@ def _chosen(free: Mapping[str, int], size: int) -> Sequence[str]:
             if prod(free[a] for a in some) == size:
                 return some
     return ()
+
+
+def made_in_parts(make: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """What a function makes, of which each device makes its own part only.
+
+    Args:
+        make: returns a nest of arrays.
+        shardings: a nest like it.
+        *args: of `make`.
+    """
+
+    def program(*args: Any) -> Any:
+        return make(*args), token(between_workers=False)
+
+    return THROTTLE.dispatch(jax.jit(program, out_shardings=(shardings, None)), *args)
