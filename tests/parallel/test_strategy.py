@@ -127,11 +127,14 @@ def test_a_searched_plan_and_its_file(tmp_path: Any) -> None:
 
 def test_variables_are_never_whole_on_a_device() -> None:
     """Each device makes its own part, and a function is traced once and not called."""
-    calls = []
+    calls: list[Any] = []
+    shardings: list[Any] = []
 
     def make() -> Any:
         calls.append(jnp.zeros(()))
-        return jax.random.normal(jax.random.key(1), (512, 64))
+        value = jax.random.normal(jax.random.key(1), (512, 64))
+        jax.debug.inspect_array_sharding(value, callback=shardings.append)
+        return value
 
     strategy = px.AutoParallelStrategy(parameter_plan={"w": (8, 1), "host": (8, 1)})
     with strategy.scope():
@@ -139,6 +142,7 @@ def test_variables_are_never_whole_on_a_device() -> None:
         host = px.Variable(np.ones((16, 2)), name="host", dtype=jnp.bfloat16)
     assert len(calls) == 1
     assert isinstance(calls[0], jax.core.Tracer)
+    assert [found.shard_shape((512, 64)) for found in shardings] == [(64, 64)]
     check_close(w.numpy(), jax.random.normal(jax.random.key(1), (512, 64)))
     assert {s.data.shape for s in w._value.addressable_shards} == {(64, 64)}
     assert host.dtype == jnp.bfloat16

@@ -14,6 +14,7 @@ from phalanx.core.operators import operand_of
 from phalanx.core.values import DistributedValues
 from phalanx.core.variable_spec import InitialValue, VariableSpec
 from phalanx.core.variables import Variable
+from phalanx.parallel.storing import made_in_parts
 from phalanx.runtime import compat
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def initial_parts(initial: InitialValue, sharding: NamedSharding) -> jax.Array:
             value = jnp.asarray(make())
             return jax.lax.convert_element_type(value, value.dtype)  # which is never weak
 
-        return jax.jit(typed, out_shardings=sharding)()
+        made: jax.Array = made_in_parts(typed, sharding)
+        return made
     value = initial.array() if isinstance(initial.given, jax.Array) else initial.given
     return jax.device_put(value, sharding)

@@ -16,6 +16,7 @@ from phalanx.collectives.packing import Packing
 from phalanx.collectives.sums_in_programs import reduce_over_replicas
 from phalanx.core.reduction import ReduceOp
 from phalanx.errors import InvalidValueError
+from phalanx.execution.throttle import token
 from phalanx.execution.variance import differing_marks
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import Cuts, names_of, parts_of, specs_on
@@ -66,7 +67,7 @@ class Program:
     """A compiled function, and the shardings of its arguments.
 
     Args:
-        call: takes the arguments.
+        call: takes the arguments, and returns the results and a token for the throttle.
         arguments: a nest of shardings like the arguments.
         known: the layouts of the parameters.
     """
@@ -95,7 +96,7 @@ def whole(task: Task, run: Running, specs: Sequence[PartitionSpec], known: Known
 
     def traced(*args: Any) -> Any:
         with in_run(run):
-            return function(*args)
+            return function(*args), token(between_workers=False)
 
     def kept(spec: PartitionSpec, leaf: Any) -> PartitionSpec:
         return stored(spec, leaf, mesh, task.options)
@@ -107,7 +108,7 @@ def whole(task: Task, run: Running, specs: Sequence[PartitionSpec], known: Known
         for spec, leaf, is_state in zip(specs, leaves, task.states(), strict=True)
     ]
     arguments = jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
-    results = jax.eval_shape(traced, *task.args)
+    results, _ = jax.eval_shape(traced, *task.args)
     leaves, shape = jax.tree.flatten(results)
     outs = [
         None if found is None else NamedSharding(mesh, kept(found, leaf))
@@ -119,7 +120,7 @@ def whole(task: Task, run: Running, specs: Sequence[PartitionSpec], known: Known
     call = jax.jit(
         traced,
         in_shardings=arguments,
-        out_shardings=jax.tree.unflatten(shape, outs),
+        out_shardings=(jax.tree.unflatten(shape, outs), None),
         donate_argnums=task.donate,
     )
     return Program(call, arguments, known)
@@ -303,7 +304,7 @@ class _Local:
                 out_specs=PartitionSpec() if out_specs is None else list(out_specs),
                 check_vma=False,
             )(*args)
-            return jax.tree.unflatten(self.structure, leaves)
+            return jax.tree.unflatten(self.structure, leaves), token(between_workers=False)
 
         program.__name__ = getattr(self.task.function, "__name__", "program")
         return program

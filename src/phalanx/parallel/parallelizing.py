@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from phalanx.errors import InvalidOptionsError, InvalidTypeError, InvalidValueError, UnsupportedError
+from phalanx.execution.throttle import THROTTLE
 from phalanx.parallel import modes, strategy_files
 from phalanx.parallel.combinations import check_together
 from phalanx.parallel.context import current_options
@@ -20,7 +21,8 @@ from phalanx.parallel.placing import Cuts, factored_mesh, mesh_for, names_of
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import Planner
 from phalanx.parallel.running import Running, value_and_grad
-from phalanx.parallel.storing import Known
+from phalanx.parallel.storing import Known, made_in_parts
+from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, default_devices, resolve_devices
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.placement import REPLICA_AXIS, replica_mesh
@@ -345,7 +347,7 @@ class Parallelized:
             )
         if not self._setup.options.init_param_in_compile:
             return jax.device_put(make(*args), shardings)
-        return jax.jit(make, out_shardings=shardings)(*args)
+        return made_in_parts(make, shardings, *args)
 
     def held(self, value: Any, rank: int | None = None) -> Any:
         """What one device holds of a nest of arrays; by default the one of ``global_rank``."""
@@ -398,7 +400,10 @@ class Parallelized:
 
     def _run(self, args: tuple[Any, ...], differentiated: bool) -> Any:
         program = self._program(args, differentiated)
-        return program.call(*jax.device_put(self._parts(args)[0], program.arguments))
+        placed = jax.device_put(self._parts(args)[0], program.arguments)
+        if compat.is_staging():  # as a part of a larger program
+            return program.call(*placed)[0]
+        return THROTTLE.dispatch(program.call, *placed)
 
     def _parts(self, args: tuple[Any, ...]) -> tuple[Any, Any]:
         """The arrays of arguments, and everything else, which programs have in them."""

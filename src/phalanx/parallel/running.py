@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from phalanx.collectives.packing import TOGETHER, UNPACKED, Packing
@@ -64,7 +63,6 @@ class Running:
     known: Known = field(default_factory=dict)
 
 
-_GATHERED = "gathered parameter"
 _running: contextvars.ContextVar[Running | None] = contextvars.ContextVar("parallel run", default=None)
 
 
@@ -162,8 +160,7 @@ def _gathering_again(
     def gathered(arg: Any) -> Any:
         leaves, structure = jax.tree.flatten(arg)
         whole = [
-            checkpoint_name(_constrained(x, n, run, is_stored=False), _GATHERED)
-            for x, n in zip(leaves, names_of(arg), strict=True)
+            _constrained(x, n, run, is_stored=False) for x, n in zip(leaves, names_of(arg), strict=True)
         ]
         return jax.tree.unflatten(structure, whole)
 
@@ -171,8 +168,12 @@ def _gathering_again(
         chosen = {i % len(args) for i in numbers}
         return loss(*(gathered(arg) if i in chosen else arg for i, arg in enumerate(args)))
 
-    policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
-    return jax.checkpoint(again, policy=policy)
+    return jax.checkpoint(again, policy=_is_kept)
+
+
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether the gradient gets a result of the forward program, and need not compute it again."""
+    return bool(primitive.name != "sharding_constraint")
 
 
 def combined(

@@ -7,16 +7,18 @@ the same. Programs gather what they compute with.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from phalanx.execution.throttle import THROTTLE, token
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import parts_of
 
-__all__ = ["Known", "is_named", "like", "stored"]
+__all__ = ["Known", "is_named", "like", "made_in_parts", "stored"]
 
 Known = Mapping[str, tuple[tuple[int, ...], PartitionSpec]]
 """The shapes and layouts of parameters by name."""
@@ -32,7 +34,7 @@ def is_named(path: str, name: str) -> bool:
 
 
 def like(name: str, shape: Sequence[int], known: Known) -> PartitionSpec | None:
-    """The layout of what is like a parameter: its name ends with the parameter's, of the same shape.
+    """The layout of what is like a parameter: one name ends with the other, and the shapes are equal.
 
     So the slots of an optimizer, gradients and new values are laid out as their parameters are.
 
@@ -40,12 +42,12 @@ def like(name: str, shape: Sequence[int], known: Known) -> PartitionSpec | None:
     >>> like("0/mu/a/w", (4, 2), known), like("0/count", (), known)
     (P('x',), None)
     """
-    fits = [
-        known_name
-        for known_name, (known_shape, _) in known.items()
-        if known_shape == tuple(shape) and is_named(name, known_name)
-    ]
-    return known[max(fits, key=len)][1] if fits else None
+    of_shape = [n for n, (known_shape, _) in known.items() if known_shape == tuple(shape)]
+    ends = [n for n in of_shape if is_named(name, n)]
+    if ends:
+        return known[max(ends, key=len)][1]
+    begins = [n for n in of_shape if name and is_named(n, name)]
+    return known[begins[0]][1] if begins else None
 
 
 def stored(spec: PartitionSpec, leaf: Any, mesh: Mesh, options: ParallelOptions) -> PartitionSpec:
@@ -88,3 +90,18 @@ def _chosen(free: Mapping[str, int], size: int) -> Sequence[str]:
             if prod(free[a] for a in some) == size:
                 return some
     return ()
+
+
+def made_in_parts(make: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """What a function makes, of which each device makes its own part only.
+
+    Args:
+        make: returns a nest of arrays.
+        shardings: a nest like it.
+        *args: of `make`.
+    """
+
+    def program(*args: Any) -> Any:
+        return make(*args), token(between_workers=False)
+
+    return THROTTLE.dispatch(jax.jit(program, out_shardings=(shardings, None)), *args)
