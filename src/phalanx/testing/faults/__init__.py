@@ -1,1 +1,5 @@
-"""Faults of real processes: seeded schedules, histories, and what must be true of these."""
+"""Faults of real processes.
+
+``schedules`` says what goes wrong and when, ``proxies`` does it to connections, ``history`` holds what
+happened, and ``checkers`` what must be true of it.
+"""

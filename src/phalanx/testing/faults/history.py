@@ -25,113 +25,68 @@ __all__ = [
 
 @dataclass(frozen=True)
 class View:
-    """What one read of the servers has seen.
+    """What one read of the servers has seen."""
 
-    Args:
-        run: of the coordinator; a restart begins another one.
-        reader: reads of one reader come after each other.
-        order: the place among the reads of the reader.
-        begun: when, at the latest, the read had not yet happened.
-        seen: of each server, the closures whose effects were there.
-    """
-
-    run: int
-    reader: str
-    order: int
-    begun: float
-    seen: tuple[frozenset[int], ...]
+    run: int  # of the coordinator; a restart begins another one
+    reader: str  # reads of one reader come after each other
+    order: int  # the place among the reads of the reader
+    begun: float  # when, at the latest, the read had not yet happened
+    seen: tuple[frozenset[int], ...]  # of each server, the closures whose effects were there
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A closure was scheduled.
+    """A closure was scheduled."""
 
-    Args:
-        run: of the coordinator.
-        closure: which.
-        servers: those that it changes.
-        needs: closures whose values it needs.
-    """
-
-    run: int
-    closure: int
-    servers: tuple[int, ...]
-    needs: tuple[int, ...] = ()
+    run: int  # of the coordinator
+    closure: int  # which
+    servers: tuple[int, ...]  # those that it changes
+    needs: tuple[int, ...] = ()  # closures whose values it needs
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The coordinator said what has become of a closure.
+    """The coordinator said what has become of a closure."""
 
-    Args:
-        run: of the coordinator.
-        closure: which.
-        at: when it was known, at the latest.
-        outcome: "done", "failed" or "cancelled".
-        view: what it read, if it is done.
-    """
-
-    run: int
-    closure: int
-    at: float
-    outcome: str
-    view: View | None = None
+    run: int  # of the coordinator
+    closure: int  # which
+    at: float  # when it was known, at the latest
+    outcome: str  # "done", "failed" or "cancelled"
+    view: View | None = None  # what it read, if it is done
 
 
 @dataclass(frozen=True)
 class Restarted:
-    """The coordinator began again with what was at a checkpoint.
+    """The coordinator began again with what was at a checkpoint."""
 
-    Args:
-        run: the one that begins.
-        since: closures from this one on had not been scheduled.
-    """
-
-    run: int
-    since: int
+    run: int  # the one that begins
+    since: int  # closures from this one on had not been scheduled
 
 
 @dataclass(frozen=True)
 class Raised:
-    """The coordinator raised the error of a closure.
+    """The coordinator raised the error of a closure."""
 
-    Args:
-        run: of the coordinator.
-        closure: which.
-    """
-
-    run: int
-    closure: int
+    run: int  # of the coordinator
+    closure: int  # which
 
 
 @dataclass(frozen=True)
 class Happened:
-    """A fault was there.
+    """A fault was there."""
 
-    Args:
-        kind: what went wrong.
-        task: with which task.
-        begun: when it began, at the latest.
-        ended: when it was over, at the earliest.
-    """
-
-    kind: str
-    task: str
-    begun: float
-    ended: float
+    kind: str  # what went wrong
+    task: str  # with which task
+    begun: float  # when it began, at the latest
+    ended: float  # when it was over, at the earliest
 
 
 @dataclass(frozen=True)
 class Named:
-    """Some process has written a warning.
+    """Some process has written a warning."""
 
-    Args:
-        at: when.
-        text: the warning.
-    """
-
-    at: float
-    text: str
+    at: float  # when
+    text: str  # the warning
 
 
 @dataclass(frozen=True)
