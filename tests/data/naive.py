@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,14 +14,15 @@ from phalanx.data.ops.interleaving import Interleave
 from phalanx.data.ops.mapping import Enumerate, Filter, Map
 from phalanx.data.ops.merging import Concatenate, Zip
 from phalanx.data.ops.prefetching import Prefetch
-from phalanx.data.ops.selecting import Repeat, Shard, Skip, Take
+from phalanx.data.ops.selecting import Repeat, Slice
 from phalanx.data.ops.shuffling import Shuffle, shuffles_in
 from phalanx.data.ops.unbatching import Rebatch, Unbatch
-from phalanx.data.plan.cursors import Run
+from phalanx.data.plan.cursors import Cursor, Run
 from phalanx.data.plan.nodes import PlanNode
 from phalanx.data.plan.sources import RangeSource, Slices
 
 Elements = Iterator[Any]
+T = TypeVar("T")
 
 
 def naive(node: PlanNode, run: Run) -> Elements:
@@ -57,15 +58,8 @@ def _repeat(node: Repeat, run: Run) -> Elements:
 
 
 def _one_input(node: PlanNode, elements: Elements, run: Run) -> Elements:
-    if isinstance(node, Take):
-        for i, x in enumerate(elements):
-            if node.count >= 0 and i >= node.count:
-                return
-            yield x
-    elif isinstance(node, Skip):
-        yield from (x for i, x in enumerate(elements) if 0 <= node.count <= i)
-    elif isinstance(node, Shard):
-        yield from (x for i, x in enumerate(elements) if i % node.num_shards == node.index)
+    if isinstance(node, Slice):
+        yield from itertools.islice(elements, node.start, node.stop, node.step)
     elif isinstance(node, Shuffle):
         yield from _shuffle(node, elements, run)
     elif isinstance(node, Map):
@@ -112,6 +106,40 @@ def _shuffle(node: Shuffle, elements: Elements, run: Run) -> Elements:
             buffer[slot] = x
     for slot in rng.permutation(len(buffer)):
         yield buffer[slot]
+
+
+def in_turns(parts: Sequence[Sequence[T]], cycle: int, block: int | None = 1) -> list[T]:
+    """TensorFlow's order: one that ends gives up its turn, and its place is filled at the next."""
+    waiting = [list(part) for part in parts]
+    places: list[list[T] | None] = [None] * cycle
+    found: list[T] = []
+    while waiting or any(place is not None for place in places):
+        for i in range(cycle):
+            if places[i] is None and waiting:
+                places[i] = waiting.pop(0)
+            place = places[i]
+            if place is not None:
+                found += place[:block]
+                places[i] = None if block is None or len(place) < block else place[block:]
+    return found
+
+
+def check_reads_and_skips(cursor: Cursor, expected: list[Any], steps: list[tuple[bool, int]]) -> int:
+    """Skip or read so many elements in each step, and compare; returns how many there were."""
+    at = 0
+    for skips, count in steps:
+        if skips:
+            assert cursor.skip(count) == min(count, len(expected) - at)
+            at = min(at + count, len(expected))
+        else:
+            chunk = cursor.read(max(count, 1))
+            found = [] if chunk is None else list(chunk.columns[0])
+            assert len(found) <= max(count, 1)
+            assert found == expected[at : at + len(found)]
+            assert found or at == len(expected)
+            at += len(found)
+    cursor.close()
+    return at
 
 
 def nominal_steps(rows: int, steps: Sequence[Sequence[int]]) -> Iterator[tuple[slice, ...]]:

@@ -1,4 +1,4 @@
-"""The ``phalanx`` command."""
+"""The ``phalanx`` command: a module per subcommand, ``arguments`` for all, ``terminal`` for ``run``."""
 
 from __future__ import annotations
 

@@ -34,25 +34,15 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One line of the table."""
 
-    Args:
-        where: 'replicas' or 'workers'.
-        ranks: how many there are.
-        op: the operation.
-        size: bytes; of the result of all_gather, of every rank's input else.
-        count: elements in them.
-        type: their dtype.
-        time: microseconds of one operation.
-    """
-
-    where: str
-    ranks: int
-    op: str
-    size: int
-    count: int
-    type: str
-    time: float
+    where: str  # 'replicas' or 'workers'
+    ranks: int  # how many there are
+    op: str  # the operation
+    size: int  # bytes; of the result of all_gather, of every rank's input else
+    count: int  # elements in them
+    type: str  # their dtype
+    time: float  # microseconds of one operation
 
     @property
     def algbw(self) -> float:

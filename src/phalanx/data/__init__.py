@@ -1,4 +1,9 @@
-"""`px.data`: datasets as plans that run on whole batches at once."""
+"""`px.data`: datasets as plans that run on whole batches at once.
+
+From the bottom up: ``plan`` (what a dataset is), ``run`` (how it runs), ``ops`` (a node per
+transformation), ``transformations`` and ``dataset`` (`Dataset` itself), ``files`` (what is read from
+files) and ``distribute`` (how it reaches replicas).
+"""
 
 from phalanx.data import experimental
 from phalanx.data.dataset import Dataset

@@ -13,7 +13,7 @@ from phalanx.data.ops.interleaving import MOST_DATASETS, Interleave
 from phalanx.data.ops.mapping import Enumerate, Filter, Map
 from phalanx.data.ops.merging import Concatenate
 from phalanx.data.ops.prefetching import Prefetch
-from phalanx.data.ops.selecting import SHARD_HINT, Repeat, Shard, Skip, Take, WithOptions
+from phalanx.data.ops.selecting import SHARD_HINT, Repeat, ShardHint, Slice, WithOptions
 from phalanx.data.ops.shuffling import Shuffle
 from phalanx.data.ops.unbatching import Rebatch, Unbatch, Window
 from phalanx.data.plan import argument_checks as checks
@@ -348,11 +348,13 @@ class Transformations(LeafBase):
 
     def take(self, count: int, name: str | None = None) -> Dataset:
         """At most the first `count` elements; all if it is -1."""
-        return self._with(Take((self._node,), checks.integer(count, "count", -1)))
+        number = checks.integer(count, "count", -1)
+        return self._with(Slice((self._node,), stop=None if number == -1 else number))
 
     def skip(self, count: int, name: str | None = None) -> Dataset:
         """All but the first `count` elements; none if it is -1."""
-        return self._with(Skip((self._node,), checks.integer(count, "count", -1)))
+        number = checks.integer(count, "count", -1)
+        return self._with(Slice((self._node,), max(number, 0), stop=0 if number == -1 else None))
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> Dataset:
         """Every `num_shards`-th element, beginning with number `index`.
@@ -367,12 +369,14 @@ class Transformations(LeafBase):
                 "SHARD_HINT must be given for num_shards and index, or for none of them. "
                 f"Received: num_shards={shards}, index={number}"
             )
-        if shards != SHARD_HINT and (shards < 1 or not 0 <= number < shards):
+        if shards == SHARD_HINT:
+            return self._with(ShardHint((self._node,)))
+        if shards < 1 or not 0 <= number < shards:
             raise InvalidValueError(
                 "num_shards must be positive, and index at least 0 and less than num_shards. "
                 f"Received: num_shards={shards}, index={number}"
             )
-        return self._with(Shard((self._node,), shards, number))
+        return self._with(Slice((self._node,), number, step=shards))
 
     def enumerate(self, start: int = 0, name: str | None = None) -> Dataset:
         """Pairs of a number, counted from `start`, and an element."""

@@ -12,18 +12,17 @@ MOST_DIGITS = 18
 """No sensible count, port or id has more digits."""
 
 
-def check_integer(x: Any, name: str, least: int, most: int) -> int:
-    """Require an integer within bounds; True and False are none."""
+def check_integer(x: Any, name: str, least: int | None = None, most: int | None = None) -> int:
+    """Require an integer within bounds, of any integer type; True and False are none."""
     try:
         number = None if isinstance(x, bool) else operator.index(x)
     except TypeError:
         number = None
     if number is None:
         raise InvalidTypeError(f"{name} must be an integer. Received: {shown(x)}")
-    if not least <= number <= most:
-        raise InvalidValueError(
-            f"{name} must be an integer from {least} to {most}. Received: {shown(number)}"
-        )
+    if (least is not None and number < least) or (most is not None and number > most):
+        bounds = f"at least {least}" if most is None else f"an integer from {least} to {most}"
+        raise InvalidValueError(f"{name} must be {bounds}. Received: {shown(number)}")
     return number
 
 

@@ -1,4 +1,10 @@
-"""`px.testing`: what tests of distributed code need."""
+"""`px.testing`: what tests of distributed code need.
+
+* ``devices``, ``equivalence``, ``traffic``   in one process
+* ``multi_process``   a cluster of real processes, with ``runs`` (a function on all of them),
+  ``pool`` (the processes) and ``copies`` (that start fast); ``child`` and ``template`` are programs
+* ``faults``   what goes wrong in such clusters
+"""
 
 from phalanx.testing import faults
 from phalanx.testing.devices import logical_devices

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import pickle
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import DeadlineExceededError, WorkerFailedError, WorkerLostError
 from phalanx.job.hub.descriptions import describe_exit
+
+if TYPE_CHECKING:
+    from phalanx.testing.multi_process import MultiProcess
 
 __all__ = ["MultiProcessRun", "Reply", "WorkerOutcome"]
 
@@ -82,22 +85,10 @@ def _remote_error(name: str, kind: str, text: str, trace: str, pickled: bytes) -
     return error
 
 
-class RunningCluster(Protocol):
-    """What a run needs of its cluster."""
-
-    names: list[str]
-
-    def wait(self, condition: Callable[[], bool], timeout: float) -> bool:
-        """Wait until something is so, as far as workers change it; returns whether it is."""
-
-    def stacks(self, workers: list[int]) -> dict[int, str]:
-        """What workers are doing."""
-
-
 class MultiProcessRun:
     """A function that runs on all workers, as `MultiProcess.start` returns it."""
 
-    def __init__(self, cluster: RunningCluster, number: int, call: bytes) -> None:
+    def __init__(self, cluster: MultiProcess, number: int, call: bytes) -> None:
         self._cluster = cluster
         self.number = number
         self.call = call
@@ -124,16 +115,12 @@ class MultiProcessRun:
         while not self.done:
             until = min(deadline, self._first_failure() + _PEER_SECONDS)
             # Wake up for every reply: it may be the failure that shortens the wait.
-            if not self._cluster.wait(
-                functools.partial(self._has_news, dict(self.replies)), until - time.monotonic()
-            ):
+            news = functools.partial(operator.ne, self.replies, dict(self.replies))
+            if not self._cluster.wait(news, until - time.monotonic()):
                 break
         if error := self._first_error():
             raise error
         return [outcome.value for outcome in self.results(0.0)]
-
-    def _has_news(self, seen: dict[int, Reply]) -> bool:
-        return self.replies != seen
 
     def _first_failure(self) -> float:
         failed = (reply.when for reply in self.replies.values() if reply.kind != "value")

@@ -1,4 +1,9 @@
-"""`px.train`: optimizers, metrics, loops and precision for training."""
+"""`px.train`: optimizers, metrics, loops and precision for training.
+
+* ``optimizer``, with ``precision`` and ``server_updates`` (on parameter servers); ``accumulate``
+* ``metrics``, ``loop``, ``snapshot``
+* ``checkpoint_files``, ``trackables``, ``checkpoint``, ``checkpoint_manager``, each on those before it
+"""
 
 from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
 from phalanx.data.files.example import (

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,13 +262,9 @@ def _source(variable: Variable) -> ArraySource:
     parts = getattr(variable, "parts", None)
     shape, dtype = tuple(int(n) for n in variable.shape), jnp.dtype(variable.dtype).name
     if parts is not None:
-        return ArraySource(shape, dtype, partial(_states, [part for part, _ in parts]))
+        return ArraySource(shape, dtype, lambda: (np.asarray(part.state()) for part, _ in parts))
     state = variable.state()
     return ArraySource(tuple(state.shape), jnp.dtype(state.dtype).name, lambda: [np.asarray(state)])
-
-
-def _states(variables: list[Variable]) -> Iterable[np.ndarray[Any, Any]]:
-    return (np.asarray(variable.state()) for variable in variables)
 
 
 def _loaded(saved: Saved, name: str, thing: Any) -> Any:

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -186,14 +186,9 @@ def _write_array(file: BinaryIO, source: ArraySource) -> ArrayEntry:
 
 
 def _checksum(data: Array, checksum: int = 0) -> int:
-    for piece in _split(data):
-        checksum = zlib.crc32(piece.data, checksum)
-    return checksum
-
-
-def _split(data: Array) -> Iterator[Array]:
     for begin in range(0, len(data), _PIECE):
-        yield data[begin : begin + _PIECE]
+        checksum = zlib.crc32(data[begin : begin + _PIECE].data, checksum)
+    return checksum
 
 
 def _flush(file: Any) -> None:

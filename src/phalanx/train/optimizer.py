@@ -172,7 +172,9 @@ class Optimizer:
             named = jax.tree_util.tree_map_with_path(
                 functools.partial(_slot_name, [v.name for v in listed]), state
             )
-            self._state = jax.tree.map(_slot, state, named)
+            self._state = jax.tree.map(
+                lambda x, name: Variable(x, trainable=False, name=name), state, named
+            )
             self._iterations = Variable(
                 jnp.int32(0),
                 trainable=False,
@@ -467,10 +469,6 @@ def _present_value(variable: Variable) -> jax.Array:
     if isinstance(variable, SlicedVariable):  # by another optimizer
         return variable.whole_of(held)
     return held.values[0] if isinstance(held, DistributedValues) else held
-
-
-def _slot(x: Any, name: str) -> Variable:
-    return Variable(x, trainable=False, name=name)
 
 
 def _slot_name(names: Sequence[str], path: tuple[Any, ...], x: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from tests.data.naive import check_reads_and_skips, in_turns
 
 import phalanx as px
 from phalanx.data.distribute.sharding import divide
@@ -32,28 +33,11 @@ def write(folder: Path, sizes: list[int]) -> list[str]:
 
 
 def in_turn(sizes: list[int], lanes: int) -> list[bytes]:
-    """The order of TensorFlow's interleave, element by element."""
-    waiting = iter([[f"{n}.{i}".encode() for i in range(size)] for n, size in enumerate(sizes)])
-    open_: list[list[bytes] | None] = [None] * lanes
-    order: list[bytes] = []
-    while True:
-        for lane in range(lanes):
-            if open_[lane] is None:
-                open_[lane] = next(waiting, None)
-            now = open_[lane]
-            if now:
-                order.append(now.pop(0))
-            else:
-                open_[lane] = None
-        if all(lane is None for lane in open_):
-            rest = list(waiting)
-            if not rest:
-                return order
-            waiting = iter(rest)
+    return in_turns([[f"{n}.{i}".encode() for i in range(size)] for n, size in enumerate(sizes)], lanes)
 
 
 def input_threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if t.name.startswith("phalanx-input")}
+    return {t for t in threading.enumerate() if t.name.startswith("px-interleave")}
 
 
 # -- several files at a time -------------------------------------------------------------
@@ -92,19 +76,7 @@ def test_skipping_is_reading(
     names = write(folder, sizes)
     records = in_turn(sizes, lanes or 1)
     dataset = px.data.TFRecordDataset(names, buffer_size=buffer_size, num_parallel_reads=lanes)
-    cursor = open_plan(dataset._node, Run())
-    at = 0
-    for skips, count in steps:
-        if skips:
-            assert cursor.skip(count) == min(count, len(records) - at)
-            at = min(at + count, len(records))
-        else:
-            chunk = cursor.read(count + 1)
-            read = [] if chunk is None else chunk.columns[0].tolist()
-            assert read == records[at : at + len(read)]
-            assert read or at == len(records)
-            at += len(read)
-    cursor.close()
+    check_reads_and_skips(open_plan(dataset._node, Run()), records, steps)
 
 
 def test_skipping_does_not_read_records_of_many_files(

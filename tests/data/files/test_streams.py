@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 import phalanx as px
 from phalanx.data.files.streams import (
-    ByteStream,
+    InflatedStream,
     PlainStream,
     StreamFault,
     check_compression,
@@ -25,7 +25,7 @@ TEXT = b"".join(b"line %d of a text\n" % i for i in range(20_000))
 PACK = {"": lambda data: data, "GZIP": gzip.compress, "ZLIB": zlib.compress}
 
 
-def read_all(stream: ByteStream, size: int = 10_000) -> tuple[bytes, str | None]:
+def read_all(stream: PlainStream | InflatedStream, size: int = 10_000) -> tuple[bytes, str | None]:
     """Everything, and the fault at the end, if any; a fault is met again and again."""
     pieces = []
     try:

@@ -7,26 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from tests.data.naive import in_turns
 
 import phalanx as px
 
 D = px.data.Dataset
-
-
-def in_turns(sizes: list[int], cycle: int, block: int) -> list[int]:
-    """TensorFlow's order: one that ends gives up its turn, and its place is filled at the next."""
-    waiting = [[100 * i + j for j in range(size)] for i, size in enumerate(sizes)]
-    places: list[list[int] | None] = [None] * cycle
-    found: list[int] = []
-    while waiting or any(place is not None for place in places):
-        for i in range(cycle):
-            if places[i] is None and waiting:
-                places[i] = waiting.pop(0)
-            place = places[i]
-            if place is not None:
-                found += place[:block]
-                places[i] = place[block:] if len(place) >= block else None
-    return found
 
 
 @given(
@@ -45,7 +30,8 @@ def test_the_order_does_not_depend_on_how_many_are_read_at_once(
         lambda n, i: D.range(100 * i, 100 * i + n), cycle, block, num_parallel_calls=parallel
     )
     found = [int(x) for part in parts.batch(batch) for x in part]
-    assert found == in_turns(sizes, cycle, block)
+    ranges = [range(100 * i, 100 * i + n) for i, n in enumerate(sizes)]
+    assert found == in_turns(ranges, cycle, block)
     for position in (1, batch):
         assert [int(x) for x in parts.skip(position)] == found[position:]
 

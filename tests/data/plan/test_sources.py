@@ -103,7 +103,7 @@ def test_ranges_that_cannot_be_made(args: tuple[int, ...]) -> None:
 
 
 def test_ranges_of_other_things() -> None:
-    with pytest.raises(px.errors.InvalidTypeError, match=r"int\. Received: 1.5"):
+    with pytest.raises(px.errors.InvalidTypeError, match=r"integer\. Received: 1.5"):
         D.range(1.5)  # type: ignore[arg-type]
     with pytest.raises(px.errors.InvalidTypeError, match="output_type"):
         D.range(3, output_type=str)

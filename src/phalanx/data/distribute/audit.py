@@ -114,7 +114,9 @@ def audit(
         )
     run = Run(seed, (epoch,))
     _check(dist_dataset._nodes)
-    original = dist_dataset._reference if reference is None else _as_node(reference)
+    original = dist_dataset._reference
+    if reference is not None:
+        original = reference._node if isinstance(reference, Dataset) else as_loader(reference)
     with _progress() as report:
         there: Counter[Key] = Counter()
         examples: dict[Key, Any] = {}
@@ -155,10 +157,6 @@ def _check(nodes: list[PlanNode]) -> None:
                 "A generator can be read only once, so it cannot be counted first. Give an iterable "
                 f"that begins anew. Received: {shown(node.source)}"
             )
-
-
-def _as_node(reference: Any) -> PlanNode:
-    return reference._node if isinstance(reference, Dataset) else as_loader(reference)
 
 
 def _count(

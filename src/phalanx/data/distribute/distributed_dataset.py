@@ -177,27 +177,15 @@ class _DistributedIteration:
         self._dataset = dataset
         self.epoch, self.seed = int(state["epoch"]), int(state["seed"])
         position = Position(int(state["index"]), int(state.get("rows", 0)))
-        self._start = StepProgress(position, int(state.get("step", 0)))
+        self.queue = ElementQueue(StepProgress(position, int(state.get("step", 0))))
         self._lock = threading.RLock()
         self._ahead: ReadAhead[StepProgress] | None = None
         self._ended = False
 
-    @property
-    def progress(self) -> StepProgress:
-        return self._start if self._ahead is None else self._ahead.queue.position
-
-    @property
-    def taken(self) -> int:
-        return 0 if self._ahead is None else self._ahead.queue.taken
-
-    def give_back(self, element: Any, before: StepProgress, taken: int) -> None:
-        assert self._ahead is not None
-        self._ahead.queue.give_back(element, before, taken)
-
     def fill(self) -> ElementQueue[StepProgress] | None:
         """Elements of which one waits; None at the end."""
         ahead = self._ahead
-        if ahead is None or not ahead.queue.waiting:
+        if ahead is None or not self.queue.waiting:
             with self._lock, activity.phase("input"):
                 if self._ended:
                     return None
@@ -206,11 +194,11 @@ class _DistributedIteration:
                     self.close()
                     return None
         ahead.ask()
-        return ahead.queue
+        return self.queue
 
     def _open(self) -> ReadAhead[StepProgress]:
         host_memory.expect_input()
-        dataset, start = self._dataset, self._start
+        dataset, start = self._dataset, self.queue.position
         run = Run(self.seed, (self.epoch,), deterministic=dataset._deterministic)
         topology = dataset._topology
         name = f"input {topology.serial}, epoch {self.epoch}, step {start.steps}"
@@ -225,7 +213,7 @@ class _DistributedIteration:
         )
         depth = dataset._options.experimental_per_replica_buffer_size
         with uninterrupted():
-            ahead = ReadAhead(producer, depth, ElementQueue(start))
+            ahead = ReadAhead(producer, depth, self.queue)
             weakref.finalize(self, ahead.stop, False)
             self._ahead = ahead
         return ahead
@@ -290,17 +278,11 @@ class DistributedIterator(ElementIterator):
         except StopIteration:
             return found
 
-    def _mark(self) -> Any:
-        iteration = self._iteration
-        return iteration, iteration.progress, iteration.taken
-
     def _give_back(self, mark: Any, element: Any) -> None:
-        iteration, before, taken = mark
-        if isinstance(element, Optional):
-            if not element.has_value():
-                return
-            element = element.get_value()
-        iteration.give_back(element, before, taken)
+        if not isinstance(element, Optional):
+            super()._give_back(mark, element)
+        elif element.has_value():
+            super()._give_back(mark, element.get_value())
 
     def _check_caller(self) -> None:
         ctx.require_same_strategy(self._topology.strategy, "next(iterator)")
@@ -325,7 +307,7 @@ class DistributedIterator(ElementIterator):
         there are.
         """
         iteration = self._iteration
-        position, steps = iteration.progress
+        position, steps = iteration.queue.position
         state = {"epoch": iteration.epoch, "index": position.elements, "seed": iteration.seed}
         if position.rows:
             state["rows"] = position.rows

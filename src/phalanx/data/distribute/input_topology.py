@@ -28,28 +28,16 @@ _serials = itertools.count(1)
 
 @dataclass(frozen=True)
 class InputTopology:
-    """The workers and replicas of a strategy as input sees them, and which worker this is.
-
-    Args:
-        strategy: whose input it is.
-        replica_devices: the devices of this worker's replicas; None stands for JAX's default device.
-        workers: how many workers read input.
-        worker: which of them this is.
-        exchange: gives what all workers say under a name, in their order; see
-            `StrategyExtended._exchange`.
-        span: the devices of all workers' replicas, if there are several workers.
-        serial: the number of the input, which is the same on all workers.
-        place: puts a leaf of an element on devices, given its number, if not each on its replica's.
-    """
+    """The workers and replicas of a strategy as input sees them, and which worker this is."""
 
     strategy: Strategy
-    replica_devices: tuple[jax.Device | None, ...]
-    workers: int = 1
-    worker: int = 0
-    exchange: Callable[..., list[Any]] = _alone
-    span: Span | None = None
-    serial: int = 0
-    place: Callable[[int, Any], Any] | None = None
+    replica_devices: tuple[jax.Device | None, ...]  # of this worker; None for JAX's default device
+    workers: int = 1  # how many workers read input
+    worker: int = 0  # which of them this is
+    exchange: Callable[..., list[Any]] = _alone  # see `StrategyExtended._exchange`
+    span: Span | None = None  # the devices of all workers' replicas, if there are several workers
+    serial: int = 0  # the number of the input, which is the same on all workers
+    place: Callable[[int, Any], Any] | None = None  # puts the leaf of this number on devices by itself
 
     @staticmethod
     def of(strategy: Strategy) -> InputTopology:

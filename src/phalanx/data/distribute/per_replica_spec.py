@@ -9,7 +9,7 @@ from jax import tree_util
 
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.distribute.device_transfer import narrow
-from phalanx.data.distribute.rebatching import with_rows
+from phalanx.data.plan.elements import with_rows
 
 
 @dataclass(frozen=True, init=False)

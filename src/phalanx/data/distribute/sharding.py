@@ -15,7 +15,7 @@ from phalanx.data.distribute.splitting import check_worker, deal, sizes_per_step
 from phalanx.data.ops.batching import Batch
 from phalanx.data.ops.mapping import Map
 from phalanx.data.ops.merging import OneForm, Zip
-from phalanx.data.ops.selecting import Shard
+from phalanx.data.ops.selecting import ShardHint, Slice
 from phalanx.data.plan.elements import DatasetSpec
 from phalanx.data.plan.nodes import PlanNode, SameElements
 from phalanx.data.plan.opening import EmptyDatasetError
@@ -27,25 +27,15 @@ _log = logging.getLogger("phalanx")
 
 @dataclass(frozen=True)
 class Division:
-    """How a dataset is divided over workers and replicas.
+    """How a dataset is divided over workers and replicas."""
 
-    Args:
-        workers: how many workers read input.
-        worker: which of them this is.
-        replicas: how many replicas each worker has.
-        policy: what is done: DATA, FILE, HINT or OFF; NONE if elements are passed on as they are.
-        batch: the nominal batch size by which rows are cut; None to cut each batch by its own size.
-        files: the files of this worker, if files were dealt.
-        reason: why another policy was chosen than was asked for.
-    """
-
-    workers: int = 1
-    worker: int = 0
-    replicas: int = 1
-    policy: str = "NONE"
-    batch: int | None = None
-    files: tuple[str, ...] = ()
-    reason: str = ""
+    workers: int = 1  # how many workers read input
+    worker: int = 0  # which of them this is
+    replicas: int = 1  # how many replicas each worker has
+    policy: str = "NONE"  # DATA, FILE, HINT or OFF; NONE if elements are passed on as they are
+    batch: int | None = None  # the nominal size by which rows are cut; None: each batch by its own
+    files: tuple[str, ...] = ()  # the files of this worker, if files were dealt
+    reason: str = ""  # why another policy was chosen than was asked for
 
     @property
     def is_shared(self) -> bool:
@@ -209,6 +199,4 @@ def rewrite(node: PlanNode, fn: Callable[[PlanNode], PlanNode]) -> PlanNode:
 
 
 def _fill_hint(node: PlanNode, workers: int, worker: int) -> PlanNode:
-    if isinstance(node, Shard) and node.is_hint:
-        return Shard(node.inputs, workers, worker)
-    return node
+    return Slice(node.inputs, worker, step=workers) if isinstance(node, ShardHint) else node

@@ -61,10 +61,6 @@ class Step:
     structure: Any
     position: Position
 
-    def rows(self) -> int:
-        """How many rows all replicas have together, judged by the first leaf."""
-        return sum(part.shape[0] if len(part.shape) else 1 for part in self.parts[0])
-
     def shapes(self) -> list[list[list[int]]]:
         """The shape of each leaf's part on each replica."""
         return [[list(getattr(part, "shape", ())) for part in parts] for parts in self.parts]

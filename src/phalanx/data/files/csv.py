@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from phalanx.core.tensor_spec import TensorSpec
-from phalanx.data.files.readers import LineReader, strings
+from phalanx.data.files.formats import Format, strings
+from phalanx.data.files.readers import LineReader
 from phalanx.data.files.streams import too_large
 from phalanx.data.plan.columns import Chunk
-from phalanx.data.plan.nodes import UNKNOWN
+from phalanx.data.plan.cursors import BlockCursor
 from phalanx.errors import InvalidArgumentError, InvalidValueError, OpError
 from phalanx.runtime.formatting import shown
 
@@ -192,48 +193,31 @@ def _is_number(text: bytes, column: CsvColumn) -> bool:
 
 
 @dataclass(frozen=True)
-class CsvFormat:
-    """CSV files.
+class CsvFormat(Format):
+    """CSV files."""
 
-    Args:
-        columns: what each selected field is.
-        selected: the positions of the selected fields; None for all of them.
-        width: how many fields a row has; None if it may have any number.
-        header: whether the first row is left out.
-        delimiter: what separates fields.
-        quotes: whether fields may be quoted.
-        na: besides nothing, what stands for an empty field.
-        compression: of the files.
-        buffer_size: how many bytes to read at once.
-        most: how many bytes a row may have.
-    """
-
-    columns: tuple[CsvColumn, ...]
-    selected: tuple[int, ...] | None
-    width: int | None
-    header: bool
-    delimiter: bytes
-    quotes: bool
-    na: bytes
-    compression: str
-    buffer_size: int
-    most: int | None = None
+    columns: tuple[CsvColumn, ...]  # what each selected field is
+    selected: tuple[int, ...] | None  # the positions of the selected fields; None for all of them
+    width: int | None  # how many fields a row has; None if it may have any number
+    header: bool  # whether the first row is left out
+    delimiter: bytes  # what separates fields
+    quotes: bool  # whether fields may be quoted
+    na: bytes  # besides nothing, what stands for an empty field
+    compression: str  # of the files
+    buffer_size: int  # how many bytes to read at once
+    most: int | None = None  # how many bytes a row may have
 
     @property
     def spec(self) -> tuple[TensorSpec, ...]:
         """A tuple with one entry per column."""
         return tuple(TensorSpec((), column.dtype) for column in self.columns)
 
-    def open(self, path: str) -> CsvBlocks:
+    def open(self, path: str) -> CsvCursor:
         """Start reading a file."""
-        return CsvBlocks(self, path)
-
-    def count(self, path: str) -> int:
-        """Only reading tells."""
-        return UNKNOWN
+        return CsvCursor(self, path)
 
 
-class CsvBlocks:
+class CsvCursor(BlockCursor):
     """The rows of one file."""
 
     def __init__(self, format_: CsvFormat, path: str) -> None:
@@ -246,7 +230,7 @@ class CsvBlocks:
         self._number = self._offset = 0  # of the next row, the header not counted
         self._error: OpError | None = None
 
-    def next(self) -> Chunk | None:
+    def next_block(self, limit: int) -> Chunk | None:
         """The next rows; those before a bad one come first."""
         while self._error is None:
             rows = self._rows()
@@ -256,10 +240,6 @@ class CsvBlocks:
             if count:
                 return Chunk(columns, count)
         raise self._error
-
-    def skip(self, count: int) -> int:
-        """Rows cannot be skipped without reading them."""
-        return 0
 
     def close(self) -> None:
         """Close the file."""

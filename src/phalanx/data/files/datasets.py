@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 from phalanx.data.dataset import Dataset
 from phalanx.data.files import source as files
 from phalanx.data.files.csv import CsvFormat, as_column
+from phalanx.data.files.formats import BytesCursor, BytesFormat
 from phalanx.data.files.parquet import parquet_format
-from phalanx.data.files.readers import BytesFormat
+from phalanx.data.files.readers import FixedReader, TextReader
+from phalanx.data.files.records import RecordReader
 from phalanx.data.files.streams import BUFFER_BYTES, MOST_BYTES, check_compression
 from phalanx.data.plan import argument_checks as checks
 from phalanx.errors import InvalidTypeError, InvalidValueError
@@ -30,9 +32,9 @@ def _most(max_record_bytes: Any, compression: str) -> int | None:
 
 
 class _BytesDataset(Dataset):
-    """The byte strings of files, of the kind that a subclass says."""
+    """The byte strings of files, as a subclass says how to read them."""
 
-    _kind: ClassVar[str]
+    _cursor: ClassVar[type[BytesCursor]]
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class _BytesDataset(Dataset):
     ) -> None:
         compression = check_compression(compression_type)
         most = _most(max_record_bytes, compression)
-        chosen = BytesFormat(self._kind, compression, _buffer(buffer_size), most=most)
+        chosen = BytesFormat(self._cursor, (compression, _buffer(buffer_size), most))
         super().__init__(files.source(filenames, chosen, num_parallel_reads))
 
 
@@ -76,7 +78,7 @@ class TFRecordDataset(_BytesDataset):
         [b'record 1', b'record 2']
     """
 
-    _kind = "records"
+    _cursor = RecordReader
 
 
 class TextLineDataset(_BytesDataset):
@@ -100,7 +102,7 @@ class TextLineDataset(_BytesDataset):
         [b'one', b'two']
     """
 
-    _kind = "lines"
+    _cursor = TextReader
 
 
 class FixedLengthRecordDataset(Dataset):
@@ -141,7 +143,8 @@ class FixedLengthRecordDataset(Dataset):
             checks.integer(header_bytes or 0, "header_bytes", 0),
             checks.integer(footer_bytes or 0, "footer_bytes", 0),
         )
-        chosen = BytesFormat("fixed", check_compression(compression_type), _buffer(buffer_size), sizes)
+        arguments = (check_compression(compression_type), _buffer(buffer_size), sizes)
+        chosen = BytesFormat(FixedReader, arguments)
         super().__init__(files.source(filenames, chosen, num_parallel_reads))
 
 

@@ -32,6 +32,9 @@ class _ValueList:
         raise NotImplementedError
 
     def _pack(self) -> tuple[int, list[bytes]]:
+        return self._kind, self._parts(self._checked(self.value))
+
+    def _parts(self, items: list[Any]) -> list[bytes]:
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
@@ -64,8 +67,8 @@ class BytesList(_ValueList):
                 )
         return items
 
-    def _pack(self) -> tuple[int, list[bytes]]:
-        return wire.BYTES, self._checked(self.value)
+    def _parts(self, items: list[Any]) -> list[bytes]:
+        return items
 
 
 class FloatList(_ValueList):
@@ -83,8 +86,8 @@ class FloatList(_ValueList):
         with np.errstate(over="ignore"):
             return _numbers(value, "FloatList", "biuf").astype(np.float32).tolist()
 
-    def _pack(self) -> tuple[int, list[bytes]]:
-        return wire.FLOAT, [wire.pack_floats(self._checked(self.value))]
+    def _parts(self, items: list[Any]) -> list[bytes]:
+        return [wire.pack_floats(items)]
 
 
 class Int64List(_ValueList):
@@ -110,8 +113,8 @@ class Int64List(_ValueList):
                 raise InvalidValueError(f"An Int64List holds 64-bit integers. Received: {shown(item)}")
         return [int(item) for item in items]
 
-    def _pack(self) -> tuple[int, list[bytes]]:
-        return wire.INT64, [wire.pack_integers(self._checked(self.value))]
+    def _parts(self, items: list[Any]) -> list[bytes]:
+        return [wire.pack_integers(items)]
 
 
 def _numbers(value: Iterable[Any], what: str, kinds: str) -> np.ndarray[Any, Any]:
@@ -129,11 +132,7 @@ def _numbers(value: Iterable[Any], what: str, kinds: str) -> np.ndarray[Any, Any
     return array
 
 
-_LISTS: dict[int, type[_ValueList]] = {
-    wire.BYTES: BytesList,
-    wire.FLOAT: FloatList,
-    wire.INT64: Int64List,
-}
+_LISTS: dict[int, type[_ValueList]] = {each._kind: each for each in (BytesList, FloatList, Int64List)}
 
 
 class Feature:
@@ -153,11 +152,7 @@ class Feature:
         float_list: FloatList | None = None,
         int64_list: Int64List | None = None,
     ) -> None:
-        given = {
-            wire.BYTES: bytes_list,
-            wire.FLOAT: float_list,
-            wire.INT64: int64_list,
-        }
+        given = dict(zip(wire.KINDS, (bytes_list, float_list, int64_list), strict=True))
         chosen = {kind: values for kind, values in given.items() if values is not None}
         if len(chosen) > 1:
             raise InvalidValueError(

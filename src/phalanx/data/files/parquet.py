@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from phalanx.core.tensor_spec import TensorSpec
-from phalanx.data.files.readers import STRING, strings
+from phalanx.data.files.formats import STRING, Format, strings
 from phalanx.data.files.streams import check_regular, named_error
 from phalanx.data.plan.columns import Chunk, Column
+from phalanx.data.plan.cursors import BlockCursor
 from phalanx.errors import (
     DataLossError,
     InvalidArgumentError,
@@ -135,24 +136,17 @@ def columns_of(array: Any, name: str) -> Iterator[Column]:
 
 
 @dataclass(frozen=True)
-class ParquetFormat:
-    """Parquet files.
+class ParquetFormat(Format):
+    """Parquet files."""
 
-    Args:
-        columns: which columns to read.
-        spec: a dictionary with one entry per column.
-        schema: the fields that each file must have, by name.
-        first: the file that the schema was taken from.
-    """
+    columns: tuple[str, ...]  # which columns to read
+    spec: dict[str, Any]  # a dictionary with one entry per column
+    schema: dict[str, Any]  # the fields that each file must have, by name
+    first: str  # the file that the schema was taken from
 
-    columns: tuple[str, ...]
-    spec: dict[str, Any]
-    schema: dict[str, Any]
-    first: str
-
-    def open(self, path: str) -> ParquetBlocks:
+    def open(self, path: str) -> ParquetCursor:
         """Start reading a file."""
-        return ParquetBlocks(self, path)
+        return ParquetCursor(self, path)
 
     def count(self, path: str) -> int:
         """The number of rows, which stands at the end of the file."""
@@ -176,7 +170,7 @@ def parquet_format(path: str, columns: Sequence[str] | None) -> ParquetFormat:
     return ParquetFormat(chosen, spec, {name: f.type for name, f in fields.items()}, path)
 
 
-class ParquetBlocks:
+class ParquetCursor(BlockCursor):
     """The rows of one file."""
 
     def __init__(self, format_: ParquetFormat, path: str) -> None:
@@ -190,7 +184,7 @@ class ParquetBlocks:
         self._number = 0  # of the next row
         self._damage: DataLossError | None = None  # raised again and again
 
-    def next(self) -> Chunk | None:
+    def next_block(self, limit: int) -> Chunk | None:
         """Rows of one row group."""
         while True:
             batch = self._next_batch()
@@ -218,11 +212,11 @@ class ParquetBlocks:
         )
         return self._damage
 
-    def skip(self, count: int) -> int:
+    def skip_ahead(self, count: int) -> int:
         """Leave out whole row groups, as long as none is begun."""
         skipped = 0
         if (next_batch := self._next_batch()) is not None:
-            self._batches = _chain(next_batch, self._batches)
+            self._batches = itertools.chain([next_batch], self._batches)
             return 0
         while self._group < len(self._sizes) and self._sizes[self._group] <= count - skipped:
             skipped += self._sizes[self._group]
@@ -262,8 +256,3 @@ class ParquetBlocks:
                     f"Received: {shown(self._path)} with "
                     + (f"type {have[name]}" if name in have else f"the columns {sorted(have)}")
                 )
-
-
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest

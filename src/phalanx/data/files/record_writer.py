@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
-from typing import Any, Protocol, Self
+from collections.abc import Iterator
+from typing import Any, Self
 
-from phalanx.data.files.file_reader import as_name
+from phalanx.data.files.formats import as_name
 from phalanx.data.files.records import FOOTER, HEADER, frame
 from phalanx.data.files.streams import BUFFER_BYTES, check_compression, named_error, open_file
 from phalanx.data.plan import argument_checks as checks
-from phalanx.errors import FailedPreconditionError, InvalidTypeError, InvalidValueError
+from phalanx.errors import FailedPreconditionError, InvalidTypeError
 from phalanx.runtime.formatting import shown
 
 
@@ -74,25 +76,7 @@ class TFRecordOptions:
 
 
 def _within(name: str, value: int | None, usual: int, low: int, high: int) -> int:
-    if value is None:
-        return usual
-    if not low <= checks.integer(value, name) <= high:
-        raise InvalidValueError(f"{name} must be from {low} to {high}. Received: {value}")
-    return value
-
-
-class _Sink(Protocol):
-    def compress(self, data: bytes, /) -> bytes: ...
-
-    def flush(self, mode: int = ..., /) -> bytes: ...
-
-
-class _PlainFile:
-    def compress(self, data: bytes, /) -> bytes:
-        return data
-
-    def flush(self, mode: int = 0, /) -> bytes:
-        return b""
+    return usual if value is None else checks.integer(value, name, low, high)
 
 
 class TFRecordWriter:
@@ -120,7 +104,7 @@ class TFRecordWriter:
         chosen = options if isinstance(options, TFRecordOptions) else TFRecordOptions(options)
         self._path = as_name(path)
         self._flush_mode = chosen.flush_mode
-        self._sink: _Sink = chosen._deflater() if chosen.compression_type else _PlainFile()
+        self._deflater = chosen._deflater() if chosen.compression_type else None
         self._pending: list[bytes] = []
         self._size = 0
         self._file = open_file(self._path, "wb")
@@ -142,11 +126,10 @@ class TFRecordWriter:
         """Write everything to the file that was given to `write` so far."""
         self._check_open()
         self._drain()
-        self._put(self._sink.flush(self._flush_mode))
-        try:
+        if self._deflater is not None:
+            self._put(self._deflater.flush(self._flush_mode))
+        with self._naming_errors():
             self._file.flush()
-        except OSError as error:
-            raise named_error(self._path, error) from error
 
     def close(self) -> None:
         """Write everything and close the file. Safe to call twice."""
@@ -154,12 +137,11 @@ class TFRecordWriter:
             return
         try:
             self._drain()
-            self._put(self._sink.flush(zlib.Z_FINISH))
+            if self._deflater is not None:
+                self._put(self._deflater.flush(zlib.Z_FINISH))
         finally:
-            try:
+            with self._naming_errors():
                 self._file.close()
-            except OSError as error:
-                raise named_error(self._path, error) from error
 
     def _check_open(self) -> None:
         if self._file.closed:
@@ -170,11 +152,17 @@ class TFRecordWriter:
     def _drain(self) -> None:
         if self._pending:
             records, self._pending, self._size = self._pending, [], 0
-            self._put(self._sink.compress(frame(records)))
+            data = frame(records)
+            self._put(data if self._deflater is None else self._deflater.compress(data))
 
     def _put(self, data: bytes) -> None:
-        try:
+        with self._naming_errors():
             self._file.write(data)
+
+    @contextlib.contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise named_error(self._path, error) from error
 

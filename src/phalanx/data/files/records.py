@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.data.files.crc32c import Words, crc32c_of_each, crc32c_of_words, mask
-from phalanx.data.files.streams import BUFFER_BYTES, StreamFault, data_loss, open_stream, too_large
+from phalanx.data.files.formats import BytesCursor
+from phalanx.data.files.streams import too_large
 from phalanx.errors import DataLossError
 
 HEADER, FOOTER = 12, 4
@@ -77,23 +78,13 @@ def _first_false(right: np.ndarray[Any, np.dtype[np.bool_]]) -> int:
     return len(right) if right.all() else int(right.argmin())
 
 
-class RecordReader:
+class RecordReader(BytesCursor):
     """Reads the records of one file, a buffer at a time.
 
-    A fault is raised by the call that meets it first, after everything before it was returned; further
-    calls raise it again.
+    A fault is raised by the call that meets it first, and by further calls again.
     """
 
-    def __init__(
-        self, path: str, compression: str, buffer_size: int = BUFFER_BYTES, most: int | None = None
-    ) -> None:
-        self._path = path
-        self._most = most
-        self._stream = open_stream(path, compression)
-        self._buffer_size = buffer_size
-        self._buffer = b""
-        self._offset = 0  # of the buffer in the file
-        self._number = 0  # of the record with which the buffer starts
+    _buffer = b""  # which begins with the next record
 
     def read_block(self) -> list[bytes]:
         """The next records, at least one; none at the end."""
@@ -107,7 +98,7 @@ class RecordReader:
             self._advance(good, bounds[good])
         return records
 
-    def skip(self, count: int) -> int:
+    def skip_ahead(self, count: int) -> int:
         """Skip up to `count` records without looking into them; how many there were."""
         skipped = 0
         while skipped < count:
@@ -125,10 +116,6 @@ class RecordReader:
             self._advance(done, size)
             skipped += done
         return skipped
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
 
     def _frames(self, limit: int) -> list[int]:
         """The bounds of the next frames, at least one; only ``[0]`` at the end of the file."""
@@ -166,18 +153,9 @@ class RecordReader:
         return size
 
     def _fill(self, size: int) -> bool:
-        try:
-            data = self._stream.read(size)
-        except StreamFault as fault:
-            raise self._fault(str(fault)) from fault
+        data = self._read_bytes(size)
         self._buffer += data
         return bool(data)
-
-    def _skip_bytes(self, size: int) -> int:
-        try:
-            return self._stream.skip(size)
-        except StreamFault as fault:
-            raise self._fault(str(fault)) from fault
 
     def _advance(self, count: int, size: int) -> None:
         self._buffer = self._buffer[size:]
@@ -186,6 +164,3 @@ class RecordReader:
 
     def _truncated(self) -> DataLossError:
         return self._fault("the file ends in the middle of it")
-
-    def _fault(self, reason: str) -> DataLossError:
-        return data_loss(self._path, "record", self._number, self._offset, reason)

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from phalanx.data.dataset import Dataset
-from phalanx.data.files.file_reader import FileQueue, Format, SequentialCursor, as_name, names_from
-from phalanx.data.files.interleaved import InterleavedCursor
+from phalanx.data.files.formats import Format, as_name
 from phalanx.data.files.streams import check_regular
 from phalanx.data.plan import argument_checks as checks
-from phalanx.data.plan.cursors import Cursor, Run
+from phalanx.data.plan.cursors import ChainCursor, Cursor, Run
 from phalanx.data.plan.nodes import UNKNOWN, PlanNode
 from phalanx.data.plan.opening import open_plan
+from phalanx.data.run.round_robin import Opened, RoundRobinCursor
 from phalanx.errors import InvalidTypeError, NotFoundError
 
 _CYCLE = 8
@@ -26,18 +26,11 @@ _CYCLE = 8
 
 @dataclass(frozen=True, eq=False)
 class FileSource(PlanNode):
-    """The elements of files.
-
-    Args:
-        inputs: nothing, or one plan that yields the names of the files.
-        format: how each is read.
-        names: the names; if a plan yields them, those that count (None: all).
-        parallel: how many files are read at a time; None for one after the other.
-    """
+    """The elements of files. The only input, if there is one, yields the names of the files."""
 
     format: Format
-    names: tuple[str, ...] | None
-    parallel: int | None = None
+    names: tuple[str, ...] | None  # if an input yields the names, those that count (None: all)
+    parallel: int | None = None  # how many files are read at a time; None: one after the other
 
     def spec(self, *inputs: Any) -> Any:
         """The spec of the format."""
@@ -61,13 +54,16 @@ class FileSource(PlanNode):
 
     def open(self, run: Run) -> Cursor:
         """Open files when they are needed."""
-        cursor = open_plan(self.inputs[0], run) if self.inputs else None
-        files = FileQueue(self.format, self.names, cursor)
-        return (
-            SequentialCursor(files)
-            if self.parallel is None
-            else InterleavedCursor(files, self.parallel)
-        )
+        inputs = tuple(open_plan(node, run) for node in self.inputs)
+        names = names_from(inputs[0], self.names) if inputs else iter(self.names or ())
+        if self.parallel is None:
+            return _FilesCursor(self.format, names, inputs)
+
+        def open_next() -> Opened | None:
+            name = next(names, None)
+            return None if name is None else (self.format.open(name), None)
+
+        return RoundRobinCursor(open_next, inputs, self.parallel, block=1, threads=self.parallel)
 
     @property
     def is_file_source(self) -> bool:
@@ -86,6 +82,15 @@ class FileSource(PlanNode):
         return dataclasses.replace(self, names=tuple(files))
 
 
+class _FilesCursor(ChainCursor):
+    def __init__(self, format_: Format, names: Iterator[str], inputs: Sequence[Cursor]) -> None:
+        self._format, self._names, self.inputs = format_, names, inputs
+
+    def open_next(self) -> Cursor | None:
+        name = next(self._names, None)
+        return None if name is None else self._format.open(name)
+
+
 def _has_file_source(node: PlanNode) -> bool:
     return node.is_file_source or any(_has_file_source(input_) for input_ in node.inputs)
 
@@ -97,6 +102,15 @@ def names_in(node: PlanNode, only: tuple[str, ...] | None = None) -> Iterator[st
         yield from names_from(cursor, only)
     finally:
         cursor.close()
+
+
+def names_from(cursor: Cursor, only: tuple[str, ...] | None) -> Iterator[str]:
+    """The names that a cursor yields, or of these only some."""
+    wanted = None if only is None else frozenset(only)
+    while (chunk := cursor.read(1)) is not None:
+        name = as_name(chunk.element(0)[0])
+        if wanted is None or name in wanted:
+            yield name
 
 
 def check_files(names: Sequence[str]) -> tuple[str, ...]:

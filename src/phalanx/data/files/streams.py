@@ -7,7 +7,7 @@ import stat
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from phalanx.errors import (
     DataLossError,
@@ -35,22 +35,6 @@ class StreamFault(Exception):
     """A stream cannot be read further; a reader adds where, and makes an error for the user of it."""
 
 
-class ByteStream(Protocol):
-    """The bytes of a file."""
-
-    size: int | None
-    """How many bytes there are, if that is known without reading them."""
-
-    def read(self, size: int) -> bytes:
-        """The next `size` bytes; less only at the end or before a fault, which the next call raises."""
-
-    def skip(self, size: int) -> int:
-        """Move ahead by up to `size` bytes; how far it went."""
-
-    def close(self) -> None:
-        """Close the file."""
-
-
 def check_compression(compression_type: str | None) -> str:
     """The name of a compression: ``""``, ``"GZIP"`` or ``"ZLIB"``."""
     if compression_type in (None, ""):
@@ -63,7 +47,7 @@ def check_compression(compression_type: str | None) -> str:
     return compression_type
 
 
-def open_stream(path: str, compression: str) -> ByteStream:
+def open_stream(path: str, compression: str) -> PlainStream | InflatedStream:
     """Open a file for reading.
 
     Args:
@@ -139,13 +123,12 @@ class PlainStream:
     """The bytes of a file as they are."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
         self._file = open_file(path, "rb")
-        self.size: int | None = os.fstat(self._file.fileno()).st_size
+        self.size = os.fstat(self._file.fileno()).st_size
         self._at = 0
 
     def read(self, size: int) -> bytes:
-        """The next bytes."""
+        """The next `size` bytes; less only at the end or before a fault, which the next call raises."""
         pieces = []
         try:
             while size > 0 and (piece := self._file.read(min(size, _AT_ONCE))):
@@ -160,8 +143,8 @@ class PlainStream:
         return data
 
     def skip(self, size: int) -> int:
-        """Move ahead."""
-        size = max(0, min(size, (self.size or 0) - self._at))
+        """Move ahead by up to `size` bytes; how far it went."""
+        size = max(0, min(size, self.size - self._at))
         self._at = self._file.seek(size, os.SEEK_CUR)
         return size
 
@@ -177,8 +160,9 @@ class PlainStream:
 class InflatedStream:
     """What a file holds in compressed form, in one compressed stream or several in a row."""
 
+    size = None  # only reading tells
+
     def __init__(self, path: str, compression: str) -> None:
-        self.size: int | None = None
         self._file = PlainStream(path)
         self._compression = compression
         self._inflater = self._new_inflater()

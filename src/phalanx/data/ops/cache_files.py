@@ -17,7 +17,7 @@ import struct
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ from phalanx.errors import DataLossError, InvalidTypeError
 
 VERSION = 1
 _LENGTH = struct.Struct("<Q")
+
+RowForm = tuple[np.dtype[Any], tuple[int, ...]]
+"""The dtype and the shape of the rows of a column of plain numbers."""
 
 
 # -- one row as bytes -----------------------------------------------------------------------------
@@ -98,7 +101,7 @@ class ColumnWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO = path.open("w+b")
-        self._form: tuple[np.dtype[Any], tuple[int, ...]] | None = None
+        self._form: RowForm | None = None
         self._plain = True
         self._count = 0
 
@@ -215,36 +218,37 @@ def _damaged(path: Path, reason: str) -> DataLossError:
     return DataLossError(f"The cache file {str(path)!r} is damaged: {reason}. Remove it.")
 
 
-def _is_manifest(manifest: dict[str, Any]) -> bool:
-    """Whether a manifest says what it must."""
-    count, columns = manifest.get("count"), manifest.get("columns")
-    return _is_size(count) and isinstance(columns, list) and all(map(_is_column, columns))
+class _Manifest(NamedTuple):
+    """What a cache holds: the number of elements, and a form for each column."""
+
+    count: int
+    forms: list[RowForm | None]  # None if a column is stored row by row
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**62
+def _as_manifest(found: dict[str, Any]) -> _Manifest:
+    """A manifest from JSON; a ValueError, TypeError or LookupError if it is none."""
+    count = _as_size(found["count"])
+    if not isinstance(found["columns"], list):
+        raise TypeError
+    return _Manifest(count, [_as_form(column) for column in found["columns"]])
 
 
-def _is_column(column: Any) -> bool:
-    if not isinstance(column, dict) or not isinstance(column.get("plain"), bool):
-        return False
-    if not column["plain"]:
-        return True
-    shape = column.get("shape")
-    return (
-        _dtype(column.get("dtype")) is not None
-        and isinstance(shape, list)
-        and all(map(_is_size, shape))
-    )
+def _as_size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise ValueError
+    return value
 
 
-def _dtype(name: Any) -> np.dtype[Any] | None:
-    """The dtype of numbers that has this name."""
-    try:
-        dtype = np.dtype(name) if isinstance(name, str) else None
-    except (TypeError, ValueError):
+def _as_form(column: dict[str, Any]) -> RowForm | None:
+    if column["plain"] is False:
         return None
-    return None if dtype is None or dtype.hasobject else dtype
+    name, shape = column["dtype"], column["shape"]
+    if column["plain"] is not True or not isinstance(name, str) or not isinstance(shape, list):
+        raise TypeError
+    dtype = np.dtype(name)
+    if dtype.hasobject:
+        raise TypeError
+    return dtype, tuple(_as_size(size) for size in shape)
 
 
 class FileStore:
@@ -253,7 +257,7 @@ class FileStore:
     def __init__(self, filename: str) -> None:
         self._path = Path(f"{filename}.cache")
 
-    def _manifest(self) -> dict[str, Any] | None:
+    def _manifest(self) -> _Manifest | None:
         try:
             text = (self._path / "manifest.json").read_text()
         except FileNotFoundError:
@@ -261,68 +265,62 @@ class FileStore:
         except (OSError, UnicodeDecodeError) as error:
             raise _damaged(self._path, f"its manifest cannot be read ({error})") from error
         try:
-            manifest: dict[str, Any] = json.loads(text)
-            version = manifest["version"]
+            found = json.loads(text)
+            version = found["version"]
+            if version == VERSION:
+                return _as_manifest(found)
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise _damaged(self._path, "its manifest is none") from error
-        if version != VERSION:
-            raise DataLossError(
-                f"The cache file {str(self._path)!r} has another format; remove it. "
-                f"Received: version {str(version)[:40]}"
-            )
-        if not _is_manifest(manifest):
-            raise _damaged(self._path, "its manifest is none")
-        return manifest
+        raise DataLossError(
+            f"The cache file {str(self._path)!r} has another format; remove it. "
+            f"Received: version {str(version)[:40]}"
+        )
 
     def rows(self) -> Rows | None:
         """The columns mapped into memory, if all are plain numbers."""
         manifest = self._manifest()
-        if manifest is None or not all(column["plain"] for column in manifest["columns"]):
+        if manifest is None or None in manifest.forms:
             return None
-        count = manifest["count"]
-        columns = [self._map(i, c, count) for i, c in enumerate(manifest["columns"])]
-        return Rows(tuple(columns), count)
-
-    def _map(self, number: int, column: dict[str, Any], count: int) -> NDArray[Any]:
-        path = self._path / f"{number}.column"
-        dtype, shape = np.dtype(column["dtype"]), (count, *column["shape"])
-        size = dtype.itemsize * math.prod(shape)
-        if not path.is_file() or path.stat().st_size != size:
-            raise _damaged(path, f"it should have {size} bytes")
-        return map_column(path, dtype, shape)
+        return Rows(tuple(self._columns(manifest)), manifest.count)
 
     def open(self) -> Cursor | None:
         """Read the cache from the beginning, if it is complete."""
         manifest = self._manifest()
         if manifest is None:
             return None
-        rows = self.rows()
-        if rows is not None:
-            return GatherCursor(CountingCursor(rows.count), rows.columns)
-        return _RowsCursor(self, manifest)
+        columns = self._columns(manifest)
+        if None in manifest.forms:
+            return _RowsCursor(columns, manifest.count)
+        return GatherCursor(CountingCursor(manifest.count), columns)
 
     def writer(self) -> FileWriter:
         """Begin to write."""
         return FileWriter(self._path)
 
-    def column(self, number: int, manifest: dict[str, Any]) -> Any:
-        """A mapped array, or an open file."""
-        column = manifest["columns"][number]
-        if column["plain"]:
-            return self._map(number, column, manifest["count"])
-        path = self._path / f"{number}.column"
-        if not path.is_file():
-            raise _damaged(path, "it is missing")
-        return path.open("rb")
+    def _columns(self, manifest: _Manifest) -> list[Any]:
+        """Mapped arrays, and open files of columns that are stored row by row."""
+        columns: list[Any] = []
+        for number, form in enumerate(manifest.forms):
+            path = self._path / f"{number}.column"
+            if form is None:
+                if not path.is_file():
+                    raise _damaged(path, "it is missing")
+                columns.append(path.open("rb"))
+                continue
+            dtype, shape = form[0], (manifest.count, *form[1])
+            size = dtype.itemsize * math.prod(shape)
+            if not path.is_file() or path.stat().st_size != size:
+                raise _damaged(path, f"it should have {size} bytes")
+            columns.append(map_column(path, dtype, shape))
+        return columns
 
 
 class _RowsCursor(Cursor):
     """Reads a cache of which some columns are stored row by row."""
 
-    def __init__(self, store: FileStore, manifest: dict[str, Any]) -> None:
-        self._columns = [store.column(i, manifest) for i in range(len(manifest["columns"]))]
-        self._count, self._next = manifest["count"], 0
-        self._close = weakref.finalize(self, _close_files, self._columns)
+    def __init__(self, columns: list[Any], count: int) -> None:
+        self._columns, self._count, self._next = columns, count, 0
+        self._close = weakref.finalize(self, _close_files, columns)
 
     def read(self, limit: int) -> Chunk | None:
         start, stop = self._next, min(self._next + limit, self._count)
@@ -336,7 +334,7 @@ class _RowsCursor(Cursor):
         if isinstance(column, np.ndarray):
             return column[start:stop]
         try:
-            return stack([decode(_frame(column)) for _ in range(start, stop)])
+            return stack([decode(column.read(_length(column))) for _ in range(start, stop)])
         except (ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
             raise _damaged(Path(column.name), "a row of it is none") from error
 
@@ -365,7 +363,3 @@ def _length(file: BinaryIO) -> int:
     if length > os.fstat(file.fileno()).st_size - file.tell():
         raise _damaged(Path(file.name), "it ends too early")
     return int(length)
-
-
-def _frame(file: BinaryIO) -> bytes:
-    return file.read(_length(file))

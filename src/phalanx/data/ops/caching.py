@@ -5,43 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jax import tree_util
 
 from phalanx.core.tensor_spec import TensorSpec
-from phalanx.data.ops.cache_files import FileStore
+from phalanx.data.ops.cache_files import FileStore, FileWriter
 from phalanx.data.plan.columns import Chunk, read_only
 from phalanx.data.plan.cursors import Cursor, Run
 from phalanx.data.plan.nodes import Rows, SameElements
 from phalanx.data.plan.opening import open_plan
 from phalanx.errors import InvalidValueError
-
-
-class Writer(Protocol):
-    """Takes the chunks of one pass."""
-
-    def add(self, chunk: Chunk) -> None:
-        """Keep the next chunk."""
-
-    def commit(self) -> None:
-        """All is there: let others use it."""
-
-    def abort(self) -> None:
-        """Forget everything. Does nothing after a commit."""
-
-
-class ElementStore(Protocol):
-    """Where the elements of a whole pass are kept."""
-
-    def rows(self) -> Rows | None:
-        """The elements, if all are there and any can be fetched at once."""
-
-    def open(self) -> Cursor | None:
-        """A cursor over the elements, if all are there."""
-
-    def writer(self) -> Writer:
-        """Begin to keep elements."""
 
 
 class MemoryStore:
@@ -63,7 +37,7 @@ class MemoryStore:
         return None
 
     def writer(self) -> MemoryWriter:
-        """Begin to collect."""
+        """Begin to keep the elements of a pass."""
         return MemoryWriter(self)
 
     def publish(self, chunks: list[Chunk]) -> None:
@@ -80,19 +54,12 @@ class MemoryWriter:
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
         self._chunks: list[Chunk] = []
-
-    def add(self, chunk: Chunk) -> None:
-        """Keep the next chunk."""
-        self._chunks.append(chunk)
+        self.add, self.abort = self._chunks.append, self._chunks.clear
 
     def commit(self) -> None:
-        """Publish."""
+        """Let others use what was collected."""
         self._store.publish(self._chunks)
-        self._chunks = []
-
-    def abort(self) -> None:
-        """Forget everything."""
-        self._chunks = []
+        self._chunks.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +71,7 @@ class Cache(SameElements):
     """
 
     filename: str = ""
-    store: ElementStore = field(init=False)
+    store: FileStore | MemoryStore = field(init=False)
     probe_below = True
     starts_anew = True
 
@@ -148,7 +115,7 @@ class Cache(SameElements):
 
 
 class _FillingCursor(Cursor):
-    def __init__(self, input_: Cursor, writer: Writer) -> None:
+    def __init__(self, input_: Cursor, writer: FileWriter | MemoryWriter) -> None:
         self.inputs = (input_,)
         self._writer = writer
         self._ended = False

@@ -12,7 +12,7 @@ from jax import tree_util
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.plan.columns import Builder, Chunk, Column, stack
 from phalanx.data.plan.cursors import Cursor, Run
-from phalanx.data.plan.elements import Ragged
+from phalanx.data.plan.elements import Ragged, with_rows
 from phalanx.data.plan.functions import Form, Function, caller, function_error
 from phalanx.data.plan.nodes import UNKNOWN, ParallelNode, PlanNode, Rows, SameElements
 from phalanx.data.plan.opening import first_element, open_plan
@@ -60,13 +60,9 @@ class Map(ParallelNode):
 
         def widen(leaf: Any) -> Any:
             fixed = isinstance(leaf, TensorSpec) and len(leaf.shape) > 0
-            return TensorSpec((None, *leaf.shape[1:]), leaf.dtype) if fixed else leaf
+            return with_rows(leaf, None) if fixed else leaf
 
         return tree_util.tree_map(widen, spec)
-
-    def size(self, *inputs: int) -> int:
-        """One result per element."""
-        return inputs[0]
 
     def apply(self) -> Callable[[Chunk, int], MappedChunk]:
         """The function over a chunk of elements, of which the first has the given number."""
@@ -105,7 +101,6 @@ class _Apply:
                 value = call(leaves)
             except Exception as error:  # noqa: BLE001 - raised after what came before
                 failure = function_error("map", f"element {index}", error)
-                failure.__cause__ = error
                 break
             try:
                 done.add(self._form.leaves_of(value, f"element {index}"))
@@ -119,24 +114,19 @@ class _Apply:
         try:
             value = call([_as_argument(column) for column in chunk.columns])
         except Exception as error:  # noqa: BLE001 - raised after what came before
-            failure = function_error("map", where, error)
-            failure.__cause__ = error
-            return MappedChunk(None, failure)
+            return MappedChunk(None, function_error("map", where, error))
         try:
             leaves = self._form.leaves_of(value, where, chunk.count)
         except Exception as error:  # noqa: BLE001 - raised after what came before
             return MappedChunk(None, error)
-        return MappedChunk(Chunk([_as_column(leaf) for leaf in leaves], chunk.count), None)
+        columns = [list(leaf) if isinstance(leaf, Ragged) else leaf for leaf in leaves]
+        return MappedChunk(Chunk(columns, chunk.count), None)
 
 
 def _as_argument(column: Column) -> Any:
     """A column as functions get it: an array if all elements have one shape."""
     column = stack(column) if isinstance(column, list) else column
     return Ragged(column) if isinstance(column, list) else column
-
-
-def _as_column(leaf: Any) -> Column:
-    return list(leaf) if isinstance(leaf, Ragged) else leaf
 
 
 class _MapCursor(Cursor):
@@ -208,7 +198,6 @@ class _FilterCursor(Cursor):
                     kept.append(i)
             except Exception as error:  # noqa: BLE001 - raised after what came before
                 self._failure = function_error("filter", f"element {self._index + i}", error)
-                self._failure.__cause__ = error
                 break
         return kept
 
@@ -232,10 +221,6 @@ class Enumerate(PlanNode):
     def spec(self, *inputs: Any) -> Any:
         """A pair."""
         return TensorSpec((), np.dtype(np.int64)), inputs[0]
-
-    def size(self, *inputs: int) -> int:
-        """As many as before."""
-        return inputs[0]
 
     def rows(self) -> Rows | None:
         """The rows of the input and their numbers."""

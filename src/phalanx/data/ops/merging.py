@@ -11,7 +11,7 @@ from jax import tree_util
 from numpy.typing import NDArray
 
 from phalanx.data.plan.columns import Chunk, Column, Indices
-from phalanx.data.plan.cursors import Cursor, Run, read_exactly
+from phalanx.data.plan.cursors import ChainCursor, Cursor, Run, read_exactly
 from phalanx.data.plan.elements import merge_specs
 from phalanx.data.plan.nodes import INFINITE, UNKNOWN, PlanNode, Rows
 from phalanx.data.plan.opening import EmptyDatasetError, open_plan
@@ -137,68 +137,37 @@ class Concatenate(OneForm):
         return _ConcatenateCursor(self, run)
 
 
-class _ConcatenateCursor(Cursor):
+class _ConcatenateCursor(ChainCursor):
     def __init__(self, node: Concatenate, run: Run) -> None:
-        self._node, self._run = node, run
-        self._number = -1  # of the input that is read
-        self._next_input()
-
-    def _next_input(self) -> bool:
-        for cursor in self.inputs:
-            cursor.close()
-        self._number += 1
+        self._node = node
+        self._left = ((input_, run.in_branch(i)) for i, input_ in enumerate(node.inputs))
         self._checked = False
-        nodes = self._node.inputs
-        if self._number >= len(nodes):
-            self.inputs = ()
-            return False
-        self.inputs = (open_plan(nodes[self._number], self._run.in_branch(self._number)),)
-        return True
+
+    def open_next(self) -> Cursor | None:
+        self._checked = False
+        found = next(self._left, None)
+        return None if found is None else open_plan(*found)
 
     def read(self, limit: int) -> Chunk | None:
-        while self.inputs:
-            chunk = self.inputs[0].read(limit)
-            if chunk is not None:
-                if not self._checked:
-                    self._checked = True
-                    self._node.known_spec()  # fails if the inputs do not fit together
-                return chunk
-            self._next_input()
-        return None
-
-    def skip(self, count: int) -> int:
-        skipped = 0
-        while self.inputs:
-            skipped += self.inputs[0].skip(count - skipped)
-            if skipped >= count:
-                break
-            self._next_input()
-        return skipped
+        chunk = super().read(limit)
+        if chunk is not None and not self._checked:
+            self._checked = True
+            self._node.known_spec()  # fails if the inputs do not fit together
+        return chunk
 
 
 # -- mixing ---------------------------------------------------------------------------------------
 
 
-class _Choices:
-    """Decides, one by one, which input the next elements come from."""
-
-    def peek(self, limit: int, alive: NDArray[np.bool_]) -> Indices:
-        """The next choices among the inputs that are alive; none at the end."""
-        raise NotImplementedError
-
-    def drop(self, count: int) -> None:
-        """The first choices were carried out."""
-        raise NotImplementedError
-
-
-class _Draws(_Choices):
-    """Draws inputs at random, by weight."""
+class _Draws:
+    """Chooses inputs at random, by weight."""
 
     def __init__(self, weights: NDArray[np.float64], rng: np.random.Generator) -> None:
         self._weights, self._rng = weights, rng
         self._drawn = np.empty(0)
 
     def peek(self, limit: int, alive: NDArray[np.bool_]) -> Indices:
+        """The next choices among the inputs that are alive; none at the end."""
         missing = limit - len(self._drawn)
         if missing > 0:
             self._drawn = np.concatenate([self._drawn, self._rng.random(missing)])
@@ -208,11 +177,12 @@ class _Draws(_Choices):
         return np.searchsorted(ends, self._drawn[:limit] * ends[-1], side="right")
 
     def drop(self, count: int) -> None:
+        """The first choices were carried out."""
         self._drawn = self._drawn[count:]
 
 
-class _Given(_Choices):
-    """Reads the numbers of inputs from a dataset."""
+class _Given:
+    """Chooses the inputs whose numbers a dataset yields."""
 
     def __init__(self, cursor: Cursor, count: int) -> None:
         self._cursor, self._count = cursor, count
@@ -270,7 +240,7 @@ class _MixCursor(Cursor):
     """Takes elements from its inputs as it is told."""
 
     def __init__(
-        self, node: OneForm, inputs: Sequence[Cursor], choices: _Choices, stop_on_empty: bool
+        self, node: OneForm, inputs: Sequence[Cursor], choices: _Draws | _Given, stop_on_empty: bool
     ) -> None:
         self._node = node
         self._held = [_Held(cursor) for cursor in inputs]

@@ -9,7 +9,7 @@ import numpy as np
 
 from phalanx.data.plan.argument_checks import AUTOTUNE
 from phalanx.data.plan.columns import Chunk
-from phalanx.data.plan.cursors import Cursor, Run
+from phalanx.data.plan.cursors import BlockCursor, Cursor, Run
 from phalanx.data.plan.nodes import SameElements
 from phalanx.data.plan.opening import open_plan
 from phalanx.data.run.element_queue import ElementQueue
@@ -31,10 +31,6 @@ class Prefetch(SameElements):
 
     buffer_size: int
     probe_below = True
-
-    def size(self, *inputs: int) -> int:
-        """As many as before."""
-        return inputs[0]
 
     def open(self, run: Run) -> Cursor:
         """Start a thread when first asked."""
@@ -114,32 +110,31 @@ class _ChunkProducer:
         self._cursor.cancel()
 
 
-class PrefetchCursor(Cursor):
+class PrefetchCursor(BlockCursor):
     """Reads from a buffer that a thread fills."""
 
     def __init__(self, input_: Cursor, size: int) -> None:
         self.inputs = (input_,)
         self._producer = _ChunkProducer(input_, size)
         self._ahead: ReadAhead[None] | None = None
-        self._rest: Chunk | None = None  # what was not asked for yet
         self._cancelled = False
 
     def read(self, limit: int) -> Chunk | None:
         """Elements that are ready, or the first that will be."""
         self._producer.expect(limit)
-        ahead = self._ahead or self._start()
-        chunk = self._rest
-        if chunk is None:
-            if not ahead.queue.waiting:
-                self._producer.grow()
-            chunk = ahead.get()
+        chunk = super().read(limit)
         if self._cancelled:
             raise CancelledError("The iterator was closed while it was read.")
-        if chunk is None:
-            return None
-        chunk, self._rest = chunk.split(limit)
-        self._producer.took(chunk)
+        if chunk is not None:
+            self._producer.took(chunk)
         return chunk
+
+    def next_block(self, limit: int) -> Chunk | None:
+        """What the thread has read."""
+        ahead = self._ahead or self._start()
+        if not ahead.queue.waiting:
+            self._producer.grow()
+        return ahead.get()
 
     def _start(self) -> ReadAhead[None]:
         with uninterrupted():

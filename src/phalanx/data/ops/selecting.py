@@ -2,161 +2,92 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
 
 from phalanx.data.plan.columns import Chunk
-from phalanx.data.plan.cursors import Cursor, Run, read_exactly
+from phalanx.data.plan.cursors import ChainCursor, Cursor, Run, read_exactly
 from phalanx.data.plan.dataset_options import Options
-from phalanx.data.plan.nodes import INFINITE, UNKNOWN, SameElements
+from phalanx.data.plan.nodes import INFINITE, SameElements
 from phalanx.data.plan.opening import open_plan
 from phalanx.errors import FailedPreconditionError
-
-
-@dataclass(frozen=True, eq=False)
-class Take(SameElements):
-    """The first `count` elements; all of them if it is -1."""
-
-    count: int
-    moves = True
-
-    def size(self, *inputs: int) -> int:
-        """At most `count`."""
-        (size,) = inputs
-        if self.count == 0:
-            return 0
-        if self.count < 0 or size == UNKNOWN:
-            return size
-        return self.count if size == INFINITE else min(size, self.count)
-
-    def open(self, run: Run) -> Cursor:
-        """Read until `count`."""
-        return _TakeCursor(open_plan(self.input, run), self.count)
-
-
-class _TakeCursor(Cursor):
-    def __init__(self, input_: Cursor, count: int) -> None:
-        self.inputs = (input_,)
-        self._left = count
-
-    def read(self, limit: int) -> Chunk | None:
-        if self._left < 0:
-            return self.inputs[0].read(limit)
-        if self._left == 0:
-            return None
-        chunk = self.inputs[0].read(min(limit, self._left))
-        if chunk is not None:
-            self._left -= chunk.count
-        return chunk
-
-    def skip(self, count: int) -> int:
-        if self._left < 0:
-            return self.inputs[0].skip(count)
-        skipped = self.inputs[0].skip(min(count, self._left))
-        self._left -= skipped
-        return skipped
-
-
-@dataclass(frozen=True, eq=False)
-class Skip(SameElements):
-    """All but the first `count` elements; none if it is -1."""
-
-    count: int
-    moves = True
-
-    def size(self, *inputs: int) -> int:
-        """What is left."""
-        (size,) = inputs
-        if self.count < 0:
-            return 0
-        return size if size < 0 else max(0, size - self.count)
-
-    def open(self, run: Run) -> Cursor:
-        """Skip when first asked."""
-        if self.count < 0:
-            return _TakeCursor(open_plan(self.input, run), 0)
-        return _SkipCursor(open_plan(self.input, run), self.count)
-
-
-class _SkipCursor(Cursor):
-    def __init__(self, input_: Cursor, count: int) -> None:
-        self.inputs = (input_,)
-        self._pending = count
-
-    def _start(self) -> None:
-        if self._pending:
-            self.inputs[0].skip(self._pending)
-            self._pending = 0
-
-    def read(self, limit: int) -> Chunk | None:
-        self._start()
-        return self.inputs[0].read(limit)
-
-    def skip(self, count: int) -> int:
-        self._start()
-        return self.inputs[0].skip(count)
-
 
 SHARD_HINT = -1
 """Stands for both arguments of `shard` until distribution fills in the worker's number."""
 
 
 @dataclass(frozen=True, eq=False)
-class Shard(SameElements):
-    """Every `num_shards`-th element, beginning with number `index`.
+class Slice(SameElements):
+    """Every `step`-th element, from number `start` to before number `stop`: take, skip and shard."""
 
-    With `SHARD_HINT` for both it is a place where distribution may shard, and yields everything until
-    it does.
-    """
-
-    num_shards: int
-    index: int
+    start: int = 0
+    stop: int | None = None  # None for all that follow
+    step: int = 1
     moves = True
 
-    @property
-    def is_hint(self) -> bool:
-        """Whether this is only a place to shard at."""
-        return self.num_shards == SHARD_HINT
-
     def size(self, *inputs: int) -> int:
-        """About one part of `num_shards`."""
+        """As many as a slice of a list would have."""
         (size,) = inputs
-        if size < 0 or self.is_hint:
+        if self.stop is not None and (size == INFINITE or self.stop == 0):
+            size = self.stop
+        if size < 0:
             return size
-        return (size - self.index + self.num_shards - 1) // self.num_shards
+        end = size if self.stop is None else min(size, self.stop)
+        return max(0, -(-(end - self.start) // self.step))
 
     def open(self, run: Run) -> Cursor:
-        """Read all, pass on some."""
-        input_ = open_plan(self.input, run)
-        return input_ if self.is_hint else _ShardCursor(input_, self.num_shards, self.index)
+        """Skip and read."""
+        return _SliceCursor(open_plan(self.input, run), self)
 
 
-class _ShardCursor(Cursor):
-    def __init__(self, input_: Cursor, step: int, index: int) -> None:
+class _SliceCursor(Cursor):
+    def __init__(self, input_: Cursor, node: Slice) -> None:
         self.inputs = (input_,)
-        self._step = step
-        self._before = index  # how many elements to leave out before the next one
+        self._step = node.step
+        self._before = node.start  # how many elements to leave out before the next one
+        self._left = sys.maxsize if node.stop is None else node.size(INFINITE)
 
     def read(self, limit: int) -> Chunk | None:
-        if self._before and self.inputs[0].skip(self._before) < self._before:
+        count = min(limit, self._left)
+        if count == 0 or (self._before and self.inputs[0].skip(self._before) < self._before):
             return None
         self._before = self._step - 1
-        if limit == 1:
-            return self.inputs[0].read(1)
-        chunk = read_exactly(self.inputs[0], (limit - 1) * self._step + 1)
-        if chunk is None:
-            return None
-        return chunk.take(np.arange(0, chunk.count, self._step))
+        if self._step == 1 or count == 1:
+            chunk = self.inputs[0].read(count)
+        else:
+            chunk = read_exactly(self.inputs[0], (count - 1) * self._step + 1)
+            if chunk is not None:
+                chunk = chunk.take(np.arange(0, chunk.count, self._step))
+        if chunk is not None:
+            self._left -= chunk.count
+        return chunk
 
     def skip(self, count: int) -> int:
+        count = min(count, self._left)
         if count == 0:
             return 0
-        wanted = self._before + (count - 1) * self._step + 1
-        skipped = self.inputs[0].skip(wanted)
-        done = max(0, (skipped - self._before + self._step - 1) // self._step)
+        skipped = self.inputs[0].skip(self._before + (count - 1) * self._step + 1)
+        done = min(count, max(0, -(-(skipped - self._before) // self._step)))
         self._before = self._step - 1
-        return min(done, count)
+        self._left -= done
+        return done
+
+
+class PassedOn(SameElements):
+    """Base of nodes that only say something about the elements of their input."""
+
+    moves = True
+
+    def open(self, run: Run) -> Cursor:
+        """Nothing to do."""
+        return open_plan(self.input, run)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardHint(PassedOn):
+    """A place where distribution may shard. It yields everything until it does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,54 +112,50 @@ class Repeat(SameElements):
         return _RepeatCursor(self, run)
 
 
-class _RepeatCursor(Cursor):
+class _RepeatCursor(ChainCursor):
     def __init__(self, node: Repeat, run: Run) -> None:
         self._node, self._run = node, run
-        self._pass = 0
-        self._fresh = True  # nothing was read in this pass
-        self._ended = node.count == 0
+        self._pass = 0  # the next one
+        self._empty = False  # whether nothing was read in the last one
 
-    def _open(self) -> Cursor:
-        if not self.inputs:
-            self.inputs = (open_plan(self._node.input, self._run.in_pass(self._pass)),)
-            self._fresh = True
-        return self.inputs[0]
-
-    def _next_pass(self) -> bool:
-        """Go on to the next pass, if there is one."""
-        self.inputs[0].close()
-        self.inputs = ()
-        self._pass += 1
+    @property
+    def _is_over(self) -> bool:
         count = self._node.count
-        self._ended = self._fresh or (count is not None and self._pass >= count)
-        return not self._ended
+        return self._empty or (count is not None and self._pass >= count)
+
+    def open_next(self) -> Cursor | None:
+        if self._is_over:
+            return None
+        run = self._run.in_pass(self._pass)
+        self._pass, self._empty = self._pass + 1, True
+        return open_plan(self._node.input, run)
 
     def read(self, limit: int) -> Chunk | None:
-        if self._ended:
-            return None
-        while (chunk := self._open().read(limit)) is None:
-            if not self._next_pass():
-                return None
-        self._fresh = False
+        chunk = super().read(limit)
+        if chunk is not None:
+            self._empty = False
         return chunk
 
     def skip(self, count: int) -> int:
         skipped = 0
-        while skipped < count and not self._ended:
+        while skipped < count:
             skipped += self._skip_passes(count - skipped)
-            found = self._open().skip(count - skipped)
-            skipped += found
-            self._fresh = self._fresh and not found
-            if skipped < count and not self._next_pass():
+            cursor = self._open()
+            if cursor is None:
                 break
+            found = cursor.skip(count - skipped)
+            skipped += found
+            self._empty = self._empty and not found
+            if skipped < count:
+                self._leave()
         return skipped
 
     def _skip_passes(self, count: int) -> int:
         """Whole passes cost nothing if it is known how long they are."""
         size = self._node.input.cardinality
-        if size <= 0 or self.inputs:
+        if size <= 0 or self._current is not None or self._is_over:
             return 0
-        passes = (count - 1) // size if count else 0
+        passes = (count - 1) // size
         if self._node.count is not None:
             passes = min(passes, self._node.count - 1 - self._pass)
         self._pass += passes
@@ -236,20 +163,11 @@ class _RepeatCursor(Cursor):
 
 
 @dataclass(frozen=True, eq=False)
-class WithOptions(SameElements):
+class WithOptions(PassedOn):
     """The elements of the input, with options that say how to run and distribute it."""
 
     options: Options
-    moves = True
     probe_below = True
-
-    def size(self, *inputs: int) -> int:
-        """As many as before."""
-        return inputs[0]
-
-    def open(self, run: Run) -> Cursor:
-        """Nothing to do."""
-        return open_plan(self.input, run)
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,10 +31,6 @@ class Shuffle(SameElements):
     moves = True
     probe_below = True
 
-    def size(self, *inputs: int) -> int:
-        """As many as before."""
-        return inputs[0]
-
     def open(self, run: Run) -> Cursor:
         """Shuffle the input."""
         rng = run.generator(self.seed, shuffles_in(self.input), self.reshuffle_each_iteration)

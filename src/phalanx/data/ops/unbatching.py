@@ -13,7 +13,7 @@ from jax import tree_util
 from phalanx.core.tensor_spec import TensorSpec
 from phalanx.data.ops.batching import Batch, BatchCursor, batched_size, stack_leaf
 from phalanx.data.plan.columns import Chunk, Column, read_only
-from phalanx.data.plan.cursors import Cursor, Run, read_exactly
+from phalanx.data.plan.cursors import BlockCursor, Cursor, Run, read_exactly
 from phalanx.data.plan.elements import DatasetSpec, Ragged
 from phalanx.data.plan.nodes import UNKNOWN, PlanNode
 from phalanx.data.plan.opening import open_plan
@@ -59,32 +59,21 @@ class Unbatch(PlanNode):
         return UnbatchCursor(open_plan(self.inputs[0], run))
 
 
-class UnbatchCursor(Cursor):
+class UnbatchCursor(BlockCursor):
     """Yields the rows of batches, as views."""
 
     def __init__(self, input_: Cursor) -> None:
         self.inputs = (input_,)
-        self._rest: Chunk | None = None
         self._index = 0
 
-    def _fill(self) -> Chunk | None:
-        """The rest of a batch, or the next one that has any rows."""
-        while self._rest is None:
-            batch = self.inputs[0].read(1)
-            if batch is None:
-                return None
+    def next_block(self, limit: int) -> Chunk | None:
+        """The next batch that has any rows."""
+        while (batch := self.inputs[0].read(1)) is not None:
             rows = _apart(batch, self._index)
             self._index += 1
-            self._rest = rows if rows.count else None
-        return self._rest
-
-    def read(self, limit: int) -> Chunk | None:
-        """Rows of one batch."""
-        held = self._fill()
-        if held is None:
-            return None
-        chunk, self._rest = held.split(limit)
-        return chunk
+            if rows.count:
+                return rows
+        return None
 
 
 def _apart(batch: Chunk, index: int) -> Chunk:

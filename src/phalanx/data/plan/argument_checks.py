@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,27 +11,17 @@ import numpy as np
 from phalanx.data.plan.elements import LeafBase
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.numbers import check_integer
 
 AUTOTUNE = -1
 """Let Phalanx choose: how many elements to prefetch, how many calls to make in parallel."""
 
 
-def integer(value: Any, name: str, minimum: int | None = None, maximum: int = sys.maxsize) -> int:
-    """An int (of any integer type) that is at least `minimum` and at most `maximum`."""
-    if isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be an int. Received: {shown(value)}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidTypeError(
-            f"{name} must be an int. Received: {shown(value)} of type {type(value).__name__}"
-        ) from None
-    if minimum is not None and number < minimum:
-        raise InvalidValueError(f"{name} must be at least {minimum}. Received: {shown(number)}")
+def integer(value: Any, name: str, minimum: int | None = None, maximum: int | None = None) -> int:
+    """An int (of any integer type) within bounds, of at most 64 bits."""
+    number = check_integer(value, name, minimum, maximum)
     if abs(number) > sys.maxsize:
         raise InvalidValueError(f"{name} must fit into 64 bits. Received: {shown(number)}")
-    if number > maximum:
-        raise InvalidValueError(f"{name} must be at most {maximum}. Received: {number}")
     return number
 
 

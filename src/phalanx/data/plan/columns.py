@@ -130,12 +130,13 @@ class Builder:
         """What was collected; None if that is nothing."""
         if self.count == 0:
             return None
-        columns = [c[: self.count] if isinstance(c, np.ndarray) else _texts(c) for c in self._columns]
+        columns: list[Column] = []
+        for column in self._columns:
+            if isinstance(column, list):
+                columns.append(stack(column) if isinstance(column[0], str | bytes) else column)
+            else:
+                columns.append(column[: self.count])
         return Chunk(columns, self.count)
-
-
-def _texts(leaves: list[Any]) -> Column:
-    return stack(leaves) if isinstance(leaves[0], str | bytes) else leaves
 
 
 def stack(leaves: Sequence[Any]) -> Column:

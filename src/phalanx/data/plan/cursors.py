@@ -90,6 +90,101 @@ class Cursor:
             cursor.close()
 
 
+class BlockCursor(Cursor):
+    """Base of cursors that read blocks of a size of their own, and hand out parts of them."""
+
+    _block: Chunk | None = None  # the last one, unless it is used up
+    _at = 0  # how many of its elements are gone
+
+    def next_block(self, limit: int) -> Chunk | None:
+        """The next elements, at least one, also if they are more than `limit`; None at the end."""
+        raise NotImplementedError
+
+    def skip_ahead(self, count: int) -> int:
+        """Leave out up to `count` elements behind the block without reading them; how many it did."""
+        return 0
+
+    @property
+    def at_hand(self) -> int:
+        """How many elements can be handed out without reading another block."""
+        return 0 if self._block is None else self._block.count - self._at
+
+    def fill(self, limit: int) -> bool:
+        """Have elements at hand; False at the end."""
+        if self._block is None:
+            self._block, self._at = self.next_block(limit), 0
+        return self._block is not None
+
+    def read(self, limit: int) -> Chunk | None:
+        """Elements of one block."""
+        block, start = self._block, self._at
+        if block is None:
+            block, start = self.next_block(limit), 0
+            if block is None:
+                return None
+        self._at = start + limit
+        self._block = block if self._at < block.count else None
+        return block.rows(start, self._at)
+
+    def skip(self, count: int) -> int:
+        """Leave out elements as cheaply as possible."""
+        skipped = min(count, self.at_hand)
+        if skipped:
+            self.read(skipped)
+        if skipped < count:
+            skipped += self.skip_ahead(count - skipped)
+        return skipped + super().skip(count - skipped)
+
+
+class ChainCursor(Cursor):
+    """Base of cursors that read others one after the other, each opened when its turn comes."""
+
+    _current: Cursor | None = None
+
+    def open_next(self) -> Cursor | None:
+        """Open the next one; None if there are no more."""
+        raise NotImplementedError
+
+    def _open(self) -> Cursor | None:
+        if self._current is None:
+            self._current = self.open_next()
+        return self._current
+
+    def _leave(self) -> None:
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+    def read(self, limit: int) -> Chunk | None:
+        """The next elements, of one of them."""
+        while (cursor := self._open()) is not None:
+            chunk = cursor.read(limit)
+            if chunk is not None:
+                return chunk
+            self._leave()
+        return None
+
+    def skip(self, count: int) -> int:
+        """Leave out elements as cheaply as each of them can."""
+        skipped = 0
+        while skipped < count and (cursor := self._open()) is not None:
+            skipped += cursor.skip(count - skipped)
+            if skipped < count:
+                self._leave()
+        return skipped
+
+    def cancel(self) -> None:
+        """Wake the thread that waits in one of them."""
+        super().cancel()
+        if self._current is not None:
+            self._current.cancel()
+
+    def close(self) -> None:
+        """Give back what is open."""
+        super().close()
+        self._leave()
+
+
 def read_exactly(cursor: Cursor, count: int, held: Chunk | None = None) -> Chunk | None:
     """`count` elements in one chunk, fewer only at the end; None if there are none left.
 

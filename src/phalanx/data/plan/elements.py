@@ -171,6 +171,11 @@ def spec_of(leaf: Any) -> Any:
     return TensorSpec(np.shape(leaf), dtype_of(leaf))
 
 
+def with_rows(spec: Any, rows: int | None) -> Any:
+    """The spec of a batch with another number of rows."""
+    return type(spec)((rows, *spec.shape[1:]), spec.dtype)
+
+
 def as_leaf(x: Any) -> Any:
     """A leaf from what users give: arrays of any kind, Python numbers, strings, lists."""
     cls = type(x)
@@ -253,13 +258,9 @@ def _ragged(values: Sequence[Any]) -> Ragged:
 # -- structure ------------------------------------------------------------------------------------
 
 
-def _is_leaf(x: Any) -> bool:
-    return isinstance(x, list)
-
-
 def flatten(nest: Any) -> tuple[list[Any], Any]:
     """The leaves of what a user gave, as leaves of elements, and the structure around them."""
-    found, structure = tree_util.tree_flatten(nest, is_leaf=_is_leaf)
+    found, structure = tree_util.tree_flatten(nest, is_leaf=lambda x: isinstance(x, list))
     return [as_leaf(x) for x in found], structure
 
 

@@ -44,10 +44,12 @@ def _takes(fn: Function, count: int) -> bool:
 
 
 def function_error(what: str, where: str, error: BaseException) -> DatasetFunctionError:
-    """The error for a function that failed; to be raised from `error`."""
-    return DatasetFunctionError(
+    """The error for a function that failed; `error` is its cause."""
+    failure = DatasetFunctionError(
         f"The function given to {what} failed for {where}: {type(error).__name__}: {error}"
     )
+    failure.__cause__ = error
+    return failure
 
 
 def check_signature(signature: Any, what: str) -> Any:

@@ -15,7 +15,7 @@ from jax import tree_util
 
 from phalanx.data.plan.columns import Chunk
 from phalanx.data.plan.cursors import Cursor, Run
-from phalanx.data.plan.elements import as_leaf, spec_of
+from phalanx.data.plan.elements import as_leaf, spec_of, with_rows
 from phalanx.data.plan.nodes import INFINITE, UNKNOWN, PlanNode
 from phalanx.errors import AbortedError, InvalidOperandError, InvalidValueError, StructureMismatchError
 from phalanx.runtime.formatting import shown
@@ -73,7 +73,8 @@ class Loader(PlanNode):
         leaves, structure = flatten(elements[0])
         # Batches of a loader may differ in size, and the last one usually does.
         specs = [spec_of(leaf) for leaf in leaves]
-        return tree_util.tree_unflatten(structure, [_unsized(spec) for spec in specs])
+        specs = [with_rows(spec, None) if spec.shape else spec for spec in specs]
+        return tree_util.tree_unflatten(structure, specs)
 
     @property
     def cardinality(self) -> int:
@@ -107,10 +108,6 @@ class Loader(PlanNode):
                 )
             state.started = True
             return _LoaderCursor(self.source, state.peeked)
-
-
-def _unsized(spec: Any) -> Any:
-    return type(spec)((None, *spec.shape[1:]), spec.dtype) if spec.shape else spec
 
 
 def _set_epoch(source: Any, epoch: int) -> None:

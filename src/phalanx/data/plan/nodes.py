@@ -31,7 +31,7 @@ class Rows:
 class PlanNode:
     """One step of a plan. Nodes are immutable; rewriting makes new ones with `with_inputs`.
 
-    Subclasses implement `spec`, `size` and `open`. File sources also implement `files` and
+    Subclasses implement `spec`, `open` and mostly `size`. File sources also implement `files` and
     `with_files`, and say so with `is_file_source`.
     """
 
@@ -54,8 +54,8 @@ class PlanNode:
         raise NotImplementedError
 
     def size(self, *inputs: int) -> int:
-        """The cardinality, given the ones of the inputs."""
-        raise NotImplementedError
+        """The cardinality, given those of the inputs: that of the first, unless a node changes it."""
+        return inputs[0]
 
     def open(self, run: Run) -> Cursor:
         """Start reading. Inputs are to be opened with `open_plan`."""

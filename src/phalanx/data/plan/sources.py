@@ -62,13 +62,9 @@ def slices(tensors: Any, what: str = "from_tensor_slices") -> Slices:
         raise InvalidValueError(
             f"{what} needs arrays with equal first dimensions. Received: first dimensions {counts}"
         )
-    specs = [_row_spec(leaf) for leaf in leaves]
+    specs = [TensorSpec(tuple(leaf.shape[1:]), leaf.dtype) for leaf in leaves]
     columns = tuple(read_only(list(x) if isinstance(x, Ragged) else x) for x in leaves)
     return Slices((), columns, counts[0], tree_util.tree_unflatten(structure, specs))
-
-
-def _row_spec(leaf: Any) -> TensorSpec:
-    return TensorSpec(tuple(leaf.shape[1:]), leaf.dtype)
 
 
 def single(tensors: Any) -> Slices:
@@ -186,7 +182,6 @@ class _GeneratorCursor(Cursor):
             return False, []
         except Exception as error:  # noqa: BLE001 - raised after what came before
             self._failure = function_error("from_generator", where, error)
-            self._failure.__cause__ = error
             return False, []
         self._index += 1
         try:

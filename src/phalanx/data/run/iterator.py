@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import threading
 import weakref
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Self
 from jax import tree_util
 
 from phalanx.core.input_requests import begins_loop, gives_elements
-from phalanx.data.plan.cursors import Cursor, Run
+from phalanx.data.plan.cursors import Run
 from phalanx.data.plan.nodes import PlanNode
 from phalanx.data.plan.opening import open_plan
 from phalanx.data.run.element_queue import ElementQueue
@@ -58,26 +59,46 @@ def check_state(state: Any) -> dict[str, int]:
     return numbers
 
 
+class _Reading:
+    """Reads a plan from some position on, and makes elements of it. A `Producer`."""
+
+    def __init__(self, plan: _Plan, state: Mapping[str, int]) -> None:
+        host_memory.expect_input()
+        run = Run(state["seed"], (state["epoch"],), deterministic=plan.deterministic)
+        self._plan, self._cursor = plan, open_plan(plan.node, run)
+        self._index = self._to_skip = state["index"]
+
+    def __iter__(self) -> _Reading:
+        return self
+
+    def __next__(self) -> tuple[Any, int]:
+        if self._to_skip:
+            self._cursor.skip(self._to_skip)
+            self._to_skip = 0
+        chunk = self._cursor.read(1)
+        if chunk is None:
+            raise StopIteration
+        self._index += 1
+        return tree_util.tree_unflatten(self._plan.structure, chunk.element(0)), self._index
+
+    def close(self) -> None:
+        self._cursor.close()
+
+    def cancel(self) -> None:
+        self._cursor.cancel()
+
+
 class _Plan:
-    """What to read, and how to make elements of it."""
+    """What to read."""
 
     def __init__(self, node: PlanNode, deterministic: bool) -> None:
-        self.node, self._deterministic = node, deterministic
+        self.node, self.deterministic = node, deterministic
         self.keeps_order = node.keeps_order(deterministic)
-        self._structure: Any = None
 
-    def open(self, seed: int, epoch: int) -> Cursor:
-        host_memory.expect_input()
-        return open_plan(self.node, Run(seed, (epoch,), deterministic=self._deterministic))
-
-    def read(self, cursor: Cursor) -> tuple[Any] | None:
-        """The next element, in a tuple of its own; None at the end."""
-        chunk = cursor.read(1)
-        if chunk is None:
-            return None
-        if self._structure is None:
-            self._structure = self.node.structure
-        return (tree_util.tree_unflatten(self._structure, chunk.element(0)),)
+    @functools.cached_property
+    def structure(self) -> Any:
+        """Asked for when something was read: a function's result then has shown it."""
+        return self.node.structure
 
 
 class _Iteration:
@@ -93,12 +114,15 @@ class _Iteration:
         self.epoch, self.seed = state["epoch"], state["seed"]
         self.queue: ElementQueue[int] = ElementQueue(state["index"])
         self._lock = threading.RLock()
-        self._cursor = plan.open(self.seed, self.epoch)
-        self._to_skip = state["index"]
-        self._is_whole = True  # whether nothing has interrupted the cursor
+        self._reading = _Reading(plan, state)
+        self._is_whole = True  # whether nothing has interrupted it
         self._ended = False
         self._opened_after = -1  # how many elements had been taken when it was opened anew
         self._ahead: ReadAhead[int] | None = None
+
+    def state(self) -> dict[str, int]:
+        """The position."""
+        return {"epoch": self.epoch, "index": self.queue.position, "seed": self.seed}
 
     def fill(self) -> ElementQueue[int] | None:
         """A queue in which an element waits; None at the end."""
@@ -117,40 +141,35 @@ class _Iteration:
     def _fill(self) -> bool:
         self._is_whole = False
         try:
-            if self._to_skip:
-                self._cursor.skip(self._to_skip)
-                self._to_skip = 0
-            found = self._plan.read(self._cursor)
+            found = next(self._reading, None)
         except DataLossError:
             self._is_whole = True  # sources raise it again and again
             raise
         if found is None:
-            self._cursor.close()
+            self._reading.close()
             self._ended = True
             return False
-        self.queue.waiting.append((found[0], self.queue.position + 1))
+        self.queue.waiting.append(found)
         self._is_whole = True
         return True
 
     def _open_anew(self) -> None:
         with contextlib.suppress(Exception):  # its state is unknown
-            self._cursor.cancel()
-            self._cursor.close()
-        self._cursor = self._plan.open(self.seed, self.epoch)
-        self._to_skip = self.queue.position
+            self._reading.cancel()
+            self._reading.close()
+        self._reading = _Reading(self._plan, self.state())
         if self._opened_after == self.queue.taken:
             self._leave_to_thread()
         self._opened_after = self.queue.taken
 
     def _leave_to_thread(self) -> None:
-        producer = _PlanProducer(self._plan, self._cursor, self._to_skip)
         with uninterrupted():
-            ahead: ReadAhead[int] = ReadAhead(producer, 0, self.queue)
+            ahead: ReadAhead[int] = ReadAhead(self._reading, 0, self.queue)
             weakref.finalize(self, ahead.stop, False)
             self._ahead, self._is_whole = ahead, True
 
     def close(self) -> None:
-        self._cursor.cancel()
+        self._reading.cancel()
         if self._ahead is not None:
             self._ahead.stop()
         with self._lock:
@@ -158,36 +177,9 @@ class _Iteration:
             if self._ahead is not None:
                 self._ahead.stop()
             else:
-                self._cursor.cancel()  # it may be another one now
-                self._cursor.close()
+                self._reading.cancel()  # it may be another one now
+                self._reading.close()
             self.queue.waiting.clear()
-
-
-class _PlanProducer:
-    """Reads a plan from some position on."""
-
-    def __init__(self, plan: _Plan, cursor: Cursor, index: int) -> None:
-        self._plan, self._cursor = plan, cursor
-        self._index = self._to_skip = index
-
-    def __iter__(self) -> _PlanProducer:
-        return self
-
-    def __next__(self) -> tuple[Any, int]:
-        if self._to_skip:
-            self._cursor.skip(self._to_skip)
-            self._to_skip = 0
-        found = self._plan.read(self._cursor)
-        if found is None:
-            raise StopIteration
-        self._index += 1
-        return found[0], self._index
-
-    def close(self) -> None:
-        self._cursor.close()
-
-    def cancel(self) -> None:
-        self._cursor.cancel()
 
 
 class ElementIterator:
@@ -224,6 +216,14 @@ class ElementIterator:
             return self._take()
         except StopIteration:
             raise OutOfRangeError(self._end_message) from None
+
+    def _mark(self) -> Any:
+        elements = self._iteration.queue
+        return elements, elements.position, elements.taken
+
+    def _give_back(self, mark: Any, element: Any) -> None:
+        elements, before, taken = mark
+        elements.give_back(element, before, taken)
 
     def close(self) -> None:
         """Stop, and give back threads and files. A thread that waits for an element is woken."""
@@ -280,22 +280,13 @@ class Iterator(ElementIterator):
         """The next element; a `px.errors.OutOfRangeError` at the end."""
         return self._get_next()
 
-    def _mark(self) -> Any:
-        elements = self._iteration.queue
-        return elements, elements.position, elements.taken
-
-    def _give_back(self, mark: Any, element: Any) -> None:
-        elements, before, taken = mark
-        elements.give_back(element, before, taken)
-
     def state(self) -> dict[str, int]:
         """The position, as a small dictionary that can be written as JSON.
 
         It counts the elements that were delivered, not those that were read ahead. Give it to
         `Dataset.iterator` or `restore` to go on from there.
         """
-        iteration = self._iteration
-        return {"epoch": iteration.epoch, "index": iteration.queue.position, "seed": iteration.seed}
+        return self._iteration.state()
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Go on from a position that `state` returned.

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from phalanx.data.plan.columns import Chunk
-from phalanx.data.plan.cursors import Cursor
-from phalanx.data.run.thread_pool import PendingCall, ThreadPool
+from phalanx.data.plan.cursors import BlockCursor, Cursor
+from phalanx.data.run.thread_pool import POLL_SECONDS, PendingCall, ThreadPool
 from phalanx.errors import CancelledError
-
-POLL = 0.2
-"""Every how many seconds a wait looks whether it was cancelled."""
 
 
 class MappedChunk(NamedTuple):
@@ -22,7 +19,7 @@ class MappedChunk(NamedTuple):
     failure: Exception | None
 
 
-class ParallelCursor(Cursor):
+class ParallelCursor(BlockCursor):
     """Applies a function to parts of its input in threads.
 
     The input is read by the reader's thread; only the function runs in others. Twice as many parts are
@@ -49,7 +46,6 @@ class ParallelCursor(Cursor):
         self._ordered, self._largest = ordered, largest
         self._pool: ThreadPool | None = None
         self._tasks: deque[PendingCall[MappedChunk]] = deque()
-        self._rest: Chunk | None = None  # results that were not asked for yet
         self._index = 0
         self._widest = 1  # the most elements that were asked for at once
         self._ended = self._cancelled = False
@@ -58,12 +54,7 @@ class ParallelCursor(Cursor):
     def read(self, limit: int) -> Chunk | None:
         """Results, when they are ready."""
         self._widest = max(self._widest, limit)
-        if self._rest is None:
-            self._rest = self._next_result()
-        if self._rest is None:
-            return None
-        chunk, self._rest = self._rest.split(limit)
-        return chunk
+        return super().read(limit)
 
     def _part(self) -> int:
         """How many elements to give to a thread: enough to be worth it, few enough to share."""
@@ -71,7 +62,7 @@ class ParallelCursor(Cursor):
             return self._widest
         return max(1, min(self._largest, self._widest // (4 * self._threads)))
 
-    def _fill(self) -> None:
+    def _submit(self) -> None:
         while not self._ended and len(self._tasks) < 2 * self._threads:
             try:
                 chunk = self.inputs[0].read(self._part())
@@ -86,8 +77,9 @@ class ParallelCursor(Cursor):
             self._tasks.append(self._pool.submit(self._apply, chunk, self._index))
             self._index += chunk.count
 
-    def _next_result(self) -> Chunk | None:
-        self._fill()
+    def next_block(self, limit: int) -> Chunk | None:
+        """The results of the next part."""
+        self._submit()
         while self._tasks:
             chunk, failure = self._finished()
             if failure is not None:
@@ -106,7 +98,7 @@ class ParallelCursor(Cursor):
         assert self._pool is not None
         while not self._cancelled:
             waiting = [self._tasks[0]] if self._ordered else list(self._tasks)
-            if self._pool.wait(waiting, POLL):
+            if self._pool.wait(waiting, POLL_SECONDS):
                 done = next(task for task in waiting if task.done)
                 self._tasks.remove(done)
                 return done.result()
@@ -114,7 +106,7 @@ class ParallelCursor(Cursor):
 
     def skip(self, count: int) -> int:
         """Before the first read, the input is skipped and the function is not called."""
-        if self._pool is not None or self._rest is not None or self._ended:
+        if self._pool is not None or self._ended:
             return super().skip(count)
         skipped = self.inputs[0].skip(count)
         self._index += skipped

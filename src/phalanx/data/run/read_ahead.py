@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from phalanx.data.run.element_queue import ElementQueue
-from phalanx.data.run.thread_pool import LEAVE_SECONDS
-from phalanx.errors import AbortedError
+from phalanx.data.run.thread_pool import LEAVE_SECONDS, forked
 from phalanx.runtime import activity, compat
 from phalanx.runtime.interrupts import Bell, start
 
@@ -75,7 +74,7 @@ class ReadAhead(Generic[P]):
         _RUNNING.add(self)
 
     def _work(self, producer: Producer[P], settings: compat.ThreadState | None) -> None:
-        items: Iterator[tuple[Any, P]] | None = None
+        items: Any = None
         made = self._asked
         try:
             if settings is not None:
@@ -90,7 +89,8 @@ class ReadAhead(Generic[P]):
             self._error = error
         finally:
             try:
-                _close(items)
+                if hasattr(items, "close"):
+                    items.close()
             except BaseException as error:  # noqa: BLE001 - the same
                 self._error = self._error or error
             self._ended = True
@@ -128,10 +128,7 @@ class ReadAhead(Generic[P]):
             if self._thread.is_alive():
                 continue
             if not self._ended and not self.queue.waiting:
-                raise AbortedError(
-                    "The thread that reads input ahead is gone. A process that was forked must "
-                    "make iterators of its own."
-                )
+                raise forked()
         return True
 
     def get(self) -> Any | None:
@@ -172,9 +169,3 @@ def _stop_all() -> None:
         ahead.stop(wait=False)
     for ahead in running:
         ahead.join(max(0.0, end - time.monotonic()))
-
-
-def _close(items: Any) -> None:
-    close = getattr(items, "close", None)
-    if close is not None:
-        close()

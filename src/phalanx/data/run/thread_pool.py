@@ -14,10 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from phalanx.data.plan.argument_checks import AUTOTUNE
-from phalanx.errors import CancelledError
+from phalanx.errors import AbortedError, CancelledError
 from phalanx.runtime.interrupts import Bell, uninterrupted
 
 T = TypeVar("T")
+
+POLL_SECONDS = 0.2
+"""How often a reader that waits for a task looks whether it was cancelled."""
 
 LEAVE_SECONDS = 10.0
 """How long closing waits for a thread to end; a function of the user may hold it up longer."""
@@ -77,6 +80,14 @@ def threads_for(parallel_calls: int) -> int:
     return min(parallel_calls, MOST_THREADS)
 
 
+def forked() -> AbortedError:
+    """The error for threads that are gone, because a process was forked."""
+    return AbortedError(
+        "The thread that reads input ahead is gone. A process that was forked must make iterators of "
+        "its own."
+    )
+
+
 class ThreadPool:
     """Some threads that do tasks in the order in which they come. They end with the pool.
 
@@ -111,8 +122,13 @@ class ThreadPool:
         while not any(task.done for task in tasks):
             left = end - time.monotonic()
             if left <= 0 or not self._finished.wait(left):
-                break
-        return any(task.done for task in tasks)
+                gone = not any(thread.is_alive() for thread in self._threads)
+                if any(task.done for task in tasks):
+                    break
+                if gone:
+                    raise forked()
+                return False
+        return True
 
     def stop(self) -> None:
         """Drop tasks that have not begun, and tell the threads to end. Any thread may call this."""

@@ -22,34 +22,21 @@ KINDS = (
 
 @dataclass(frozen=True, order=True)
 class Fault:
-    """One thing that goes wrong.
+    """One thing that goes wrong."""
 
-    Args:
-        wave: the part of the program in which it happens.
-        after: seconds after the beginning of the wave.
-        kind: one of `KINDS`.
-        task: with which task.
-        seconds: how long it lasts.
-    """
-
-    wave: int
-    after: float
-    kind: str
-    task: str
-    seconds: float
+    wave: int  # the part of the program in which it happens
+    after: float  # seconds after the beginning of the wave
+    kind: str  # one of `KINDS`
+    task: str  # with which task
+    seconds: float  # how long it lasts
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The faults of one run of a program, in their order.
+    """The faults of one run of a program, in their order."""
 
-    Args:
-        seed: what they follow from.
-        faults: all of them.
-    """
-
-    seed: int
-    faults: tuple[Fault, ...]
+    seed: int  # what they follow from
+    faults: tuple[Fault, ...]  # all of them
 
     def of(self, wave: int) -> list[Fault]:
         """The faults of one wave."""
