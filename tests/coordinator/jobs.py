@@ -28,6 +28,7 @@ class Job:
             addresses = [f"localhost:{port}" for port in reservation.ports]
         self.cluster = {"worker": addresses[:workers], "ps": addresses[workers:]}
         self.tasks: dict[tuple[str, int], px.Server] = {}
+        self._strategies: list[px.ParameterServerStrategy] = []
         if start:
             for kind in ("ps", "worker"):
                 for index in range(len(self.cluster[kind])):
@@ -40,7 +41,8 @@ class Job:
         spec = px.train.ClusterSpec(self.cluster)
         resolver = px.cluster_resolver.SimpleClusterResolver(spec)
         given = px.experimental.ParameterServerOptions(**options)
-        return px.ParameterServerStrategy(resolver, options=given)
+        self._strategies.append(px.ParameterServerStrategy(resolver, options=given))
+        return self._strategies[-1]
 
     def start(self, kind: str, index: int) -> None:
         self.tasks[kind, index] = px.Server(self.cluster, job_name=kind, task_index=index)
@@ -64,9 +66,11 @@ class Job:
 
     def close(self) -> None:
         Gate.open_all()
+        coordinated = [coordinator.strategy for coordinator in self._coordinators]
         for coordinator in self._coordinators:
             coordinator.close()
-            coordinator.strategy.close()
+        for strategy in {id(s): s for s in [*self._strategies, *coordinated]}.values():
+            strategy.close()
         for task in self.tasks.values():
             task.stop()
 
