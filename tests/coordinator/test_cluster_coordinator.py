@@ -276,6 +276,11 @@ def test_values_on_their_way() -> None:
     assert load_value(NOTHING) is None
     assert load_value(pack_value((1, "two"))) == (1, "two")
     assert load_value(pack_value(lambda: 3))() == 3
+    for array in (jnp.float32(1.5), jnp.arange(6).reshape(2, 3), jnp.ones((2, 0), jnp.bfloat16)):
+        found = load_value(pack_value(array))
+        assert (found.shape, found.dtype) == (array.shape, array.dtype)
+        np.testing.assert_array_equal(found, np.asarray(array))
+        found[...] = 0  # it belongs to those who get it
 
 
 # -- what every worker has ----------------------------------------------------------------------------

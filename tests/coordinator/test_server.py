@@ -133,6 +133,23 @@ except KeyboardInterrupt:
         assert process.returncode == -signal.SIGTERM
 
 
+def test_a_process_that_only_serves_computes_where_it_waits() -> None:
+    program = """
+import phalanx as px
+server = px.Server({"worker": ["localhost:0"]})
+server.stop()
+server.join()
+import jax, jax.numpy as jnp
+multiply = jax.jit(lambda x: x @ x @ x)
+x = multiply(jnp.ones((700, 700)))
+print(all(multiply(x).is_ready() for _ in range(5)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_a_stranger_that_says_nothing_harms_nobody(server: px.Server) -> None:
     host, port = address_of(server).split(":")
     with socket.create_connection((host, int(port)), 10):

@@ -568,3 +568,18 @@ def test_arrays_that_were_read_are_not_kept() -> None:
     for _ in range(3):
         step()
     assert kept() <= before
+
+
+def test_a_function_without_results_runs_if_it_does_something() -> None:
+    called: list[int] = []
+
+    @px.function
+    def tell(x: Any) -> int:
+        jax.debug.callback(lambda x: called.append(int(x)), x)
+        return 3
+
+    nothing = px.function(lambda: 3)
+    for i in range(4):
+        assert tell(jnp.int32(i)) == nothing() == 3
+        jax.effects_barrier()
+    assert called == [0, 1, 2, 3]

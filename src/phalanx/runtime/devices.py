@@ -6,6 +6,7 @@ device is ``/job:localhost/replica:0/task:0/device:CPU:0``, as in TensorFlow.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -409,7 +410,8 @@ def compute_in_calling_threads() -> None:
     do.
     """
     if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        with contextlib.suppress(AttributeError):  # other versions of JAX may not have it
+            jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def _kinds(device_type: Any) -> list[str]:
