@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from phalanx.errors import InvalidOptionsError, InvalidTypeError, InvalidValueError, UnsupportedError
 from phalanx.execution.throttle import THROTTLE
-from phalanx.parallel import modes, strategy_files
+from phalanx.parallel import layout_files, modes
 from phalanx.parallel.combinations import check_together
 from phalanx.parallel.context import current_options
 from phalanx.parallel.hardware import Hardware
@@ -95,7 +95,7 @@ def set_up(
     cuts = dict(parameter_plan or {})
     given = Plan.load(plan) if isinstance(plan, str) else plan
     if given is None and options.strategy_ckpt_load_file:
-        given, loaded = strategy_files.load(options.strategy_ckpt_load_file)
+        given, loaded = layout_files.load(options.strategy_ckpt_load_file)
         cuts = {**loaded, **cuts}
     if given is not None and options.parallel_mode == "semi_auto_parallel":
         cuts = {**{name: tensor.spec for name, tensor in given.parameters.items()}, **cuts}
@@ -376,12 +376,12 @@ class Parallelized:
             return
         if options.strategy_ckpt_save_file:
             inputs = {} if options.only_trainable_params else self._inputs()
-            strategy_files.save(
+            layout_files.save(
                 options.strategy_ckpt_save_file, self.mesh, {**known, **inputs}, self.plan
             )
         if options.group_ckpt_save_file:
             rank = options.global_rank
-            strategy_files.save_groups(options.group_ckpt_save_file, self.mesh, known, rank)
+            layout_files.save_groups(options.group_ckpt_save_file, self.mesh, known, rank)
 
     def _inputs(self) -> Known:
         """The shapes and layouts of the arguments that are no parameters."""
