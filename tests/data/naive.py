@@ -19,7 +19,8 @@ from phalanx.data.ops.shuffling import Shuffle, shuffles_in
 from phalanx.data.ops.unbatching import Rebatch, Unbatch
 from phalanx.data.plan.cursors import Cursor, Run
 from phalanx.data.plan.nodes import PlanNode
-from phalanx.data.plan.sources import RangeSource, Slices
+from phalanx.data.plan.opening import RangeSource
+from phalanx.data.plan.sources import Slices
 
 Elements = Iterator[Any]
 T = TypeVar("T")

@@ -233,7 +233,7 @@ def test_a_thread_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_chunks_are_cut_to_what_was_asked_for() -> None:
-    cursor = PrefetchCursor(CountingCursor(100), 50)
+    cursor = PrefetchCursor(CountingCursor(range(100)), 50)
     sizes = []
     while (chunk := cursor.read(7)) is not None:
         sizes.append(chunk.count)

@@ -19,6 +19,7 @@ from phalanx.data.plan import argument_checks as checks, sources
 from phalanx.data.plan.elements import DatasetSpec, as_leaf
 from phalanx.data.plan.functions import check_signature
 from phalanx.data.plan.nodes import INFINITE, PlanNode
+from phalanx.data.plan.opening import RangeSource
 from phalanx.data.run.iterator import Epochs, Iterator
 from phalanx.data.transformations import Transformations
 from phalanx.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
@@ -204,7 +205,7 @@ class Dataset(Transformations):
             raise InvalidTypeError(
                 f"output_type must be a numeric dtype. Received: {shown(output_type)}"
             )
-        return Dataset(sources.RangeSource((), builtins.range(*numbers), dtype))
+        return Dataset(RangeSource((), builtins.range(*numbers), dtype))
 
     @staticmethod
     def list_files(

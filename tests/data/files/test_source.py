@@ -137,6 +137,15 @@ def test_threads_end_with_their_cursor(folder: Path) -> None:
         assert not thread.is_alive()
 
 
+def test_there_are_no_more_threads_than_files(folder: Path) -> None:
+    names = write(folder, [5, 5])
+    before = input_threads()
+    cursor = open_plan(px.data.TFRecordDataset(names, num_parallel_reads=10_000)._node, Run())
+    assert cursor.read(3) is not None
+    assert len(input_threads() - before) == 2
+    cursor.close()
+
+
 # -- positions ---------------------------------------------------------------------------
 
 

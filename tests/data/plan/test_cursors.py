@@ -45,7 +45,7 @@ class Chain(ChainCursor):
     def open_next(self) -> Cursor | None:
         if not self._sizes:
             return None
-        self.opened.append(CountingCursor(self._sizes.pop(0)))
+        self.opened.append(CountingCursor(range(self._sizes.pop(0))))
         return self.opened[-1]
 
 

@@ -26,16 +26,6 @@ _WIDEST = 1 << 10  # words
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 
 
-def crc32c(data: bytes) -> int:
-    """The CRC-32C of some bytes.
-
-    Examples:
-        >>> hex(crc32c(b"123456789"))
-        '0xe3069283'
-    """
-    return int(crc32c_of_each([data])[0])
-
-
 def mask(crcs: Words) -> Words:
     """The form in which TFRecord files store checksums, so that a CRC over CRCs keeps its strength."""
     return ((crcs >> np.uint32(15)) | (crcs << np.uint32(17))) + _MASK_DELTA

@@ -18,6 +18,7 @@ from phalanx.data.plan.cursors import ChainCursor, Cursor, Run
 from phalanx.data.plan.nodes import UNKNOWN, PlanNode
 from phalanx.data.plan.opening import open_plan
 from phalanx.data.run.round_robin import Opened, RoundRobinCursor
+from phalanx.data.run.thread_pool import threads_for
 from phalanx.errors import InvalidTypeError, NotFoundError
 
 _CYCLE = 8
@@ -63,7 +64,9 @@ class FileSource(PlanNode):
             name = next(names, None)
             return None if name is None else (self.format.open(name), None)
 
-        return RoundRobinCursor(open_next, inputs, self.parallel, block=1, threads=self.parallel)
+        most = self.parallel if inputs else max(1, len(self.names or ()))  # that are ever open
+        threads = threads_for(min(self.parallel, most))
+        return RoundRobinCursor(open_next, inputs, self.parallel, block=1, threads=threads)
 
     @property
     def is_file_source(self) -> bool:

@@ -16,17 +16,18 @@ import shutil
 import struct
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.data.plan.columns import Chunk, Column, stack
-from phalanx.data.plan.cursors import Cursor
+from phalanx.data.plan.cursors import Cursor, Run
 from phalanx.data.plan.elements import Ragged
 from phalanx.data.plan.nodes import Rows
-from phalanx.data.plan.opening import CountingCursor, GatherCursor
+from phalanx.data.plan.opening import GatherCursor, row_numbers
 from phalanx.errors import DataLossError, InvalidTypeError
 
 VERSION = 1
@@ -218,7 +219,8 @@ def _damaged(path: Path, reason: str) -> DataLossError:
     return DataLossError(f"The cache file {str(path)!r} is damaged: {reason}. Remove it.")
 
 
-class _Manifest(NamedTuple):
+@dataclass(frozen=True)
+class _Manifest:
     """What a cache holds: the number of elements, and a form for each column."""
 
     count: int
@@ -291,7 +293,7 @@ class FileStore:
         columns = self._columns(manifest)
         if None in manifest.forms:
             return _RowsCursor(columns, manifest.count)
-        return GatherCursor(CountingCursor(manifest.count), columns)
+        return GatherCursor(row_numbers(manifest.count).open(Run()), columns)
 
     def writer(self) -> FileWriter:
         """Begin to write."""

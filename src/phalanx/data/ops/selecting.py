@@ -51,10 +51,12 @@ class _SliceCursor(Cursor):
 
     def read(self, limit: int) -> Chunk | None:
         count = min(limit, self._left)
-        if count == 0 or (self._before and self.inputs[0].skip(self._before) < self._before):
+        if count == 0:
+            return None
+        if self._before and self.inputs[0].skip(self._before) < self._before:
             return None
         self._before = self._step - 1
-        if self._step == 1 or count == 1:
+        if count == 1 or self._step == 1:
             chunk = self.inputs[0].read(count)
         else:
             chunk = read_exactly(self.inputs[0], (count - 1) * self._step + 1)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from phalanx.data.plan.columns import Chunk, Column, Indices
 from phalanx.data.plan.cursors import Cursor, Run, read_exactly
 from phalanx.data.plan.nodes import INFINITE, UNKNOWN, PlanNode, SameElements
-from phalanx.data.plan.opening import CountingCursor, open_plan
+from phalanx.data.plan.opening import open_plan, row_numbers
 from phalanx.errors import DataLossError, InvalidArgumentError
 
 
@@ -147,8 +147,8 @@ class _ShuffleCursor(Cursor):
         """Before the first read: shuffle positions only, and read just what is in the buffer then."""
         if self._buffer is not None or self._order is not None or self._input_size == UNKNOWN:
             return super().skip(count)
-        numbers = CountingCursor(sys.maxsize if self._input_size == INFINITE else self._input_size)
-        shadow = _ShuffleCursor(numbers, self._size, self._rng)
+        size = sys.maxsize if self._input_size == INFINITE else self._input_size
+        shadow = _ShuffleCursor(row_numbers(size).open(Run()), self._size, self._rng)
         skipped = shadow.skip(count)
         self._order = shadow._order
         if shadow._buffer is None:

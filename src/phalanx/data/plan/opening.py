@@ -22,49 +22,57 @@ from phalanx.errors import InvalidValueError
 
 
 @dataclass(frozen=True, eq=False)
-class RowNumbers(PlanNode):
-    """The numbers 0 … count-1."""
+class RangeSource(PlanNode):
+    """The numbers of a range."""
 
-    count: int = 0
+    numbers: range
+    dtype: Any = np.int64
 
     def spec(self, *inputs: Any) -> Any:
-        """One row number."""
-        return TensorSpec((), number_dtype(self.count))
+        """One number."""
+        return TensorSpec((), np.dtype(self.dtype))
 
     def size(self, *inputs: int) -> int:
-        """How many rows there are."""
-        return self.count
+        """The length of the range."""
+        return len(self.numbers)
 
     def open(self, run: Run) -> Cursor:
         """Count."""
-        return CountingCursor(self.count)
+        return CountingCursor(self.numbers, self.dtype)
 
 
-def number_dtype(count: int) -> Any:
-    """The smaller type that can number so many rows: a shuffle may hold a number for each of them."""
-    return np.int32 if count <= 2**31 else np.int64
+def row_numbers(count: int) -> RangeSource:
+    """The numbers 0 … count-1, as small as they can be: a shuffle may hold a number for each row."""
+    return RangeSource((), range(count), np.int32 if count <= 2**31 else np.int64)
 
 
 class CountingCursor(Cursor):
-    """Counts from 0."""
+    """Reads the numbers of a range."""
 
-    def __init__(self, count: int) -> None:
-        self.position, self._count = 0, count
-        self._dtype = number_dtype(count)
+    def __init__(self, numbers: range, dtype: Any = np.int64) -> None:
+        self._start, self._step, self._count = numbers.start, numbers.step, len(numbers)
+        self._dtype = dtype
+        fits = dtype is np.int32 and numbers.start >= 0 and numbers.stop <= 2**31
+        self._counts_in: Any = np.int32 if fits else np.int64  # numbers that do not fit wrap around
+        self._at = 0
 
     def read(self, limit: int) -> Chunk | None:
         """The next numbers."""
-        start, stop = self.position, min(self.position + limit, self._count)
-        if start == stop:
+        count = min(limit, self._count - self._at)
+        if count == 0:
             return None
-        self.position = stop
-        return Chunk((np.arange(start, stop, dtype=self._dtype),), stop - start)
+        first = self._start + self._at * self._step
+        self._at += count
+        column = np.arange(first, first + count * self._step, self._step, dtype=self._counts_in)
+        if self._counts_in is not self._dtype:
+            column = column.astype(self._dtype, copy=False)
+        return Chunk((column,), count)
 
     def skip(self, count: int) -> int:
         """Add."""
-        start = self.position
-        self.position = min(start + count, self._count)
-        return self.position - start
+        count = min(count, self._count - self._at)
+        self._at += count
+        return count
 
 
 class GatherCursor(Cursor):
@@ -120,7 +128,7 @@ def open_plan(node: PlanNode, run: Run) -> Cursor:
     columns = rows.columns
     if any(isinstance(column, list) for column in columns) and any(step.groups for step in steps):
         return node.open(run)  # only arrays can be regrouped by their row numbers
-    plan: PlanNode = RowNumbers((), rows.count)
+    plan: PlanNode = row_numbers(rows.count)
     for step in reversed(steps):
         plan = step.with_inputs((plan,))
     return GatherCursor(plan.open(dataclasses.replace(run, on_row_numbers=True)), columns)

@@ -1,4 +1,4 @@
-"""Where elements come from: arrays, ranges, generators and lists of files."""
+"""Where elements come from: arrays, generators and lists of files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.data.plan.cursors import Cursor, Run
 from phalanx.data.plan.elements import Ragged, flatten, spec_of
 from phalanx.data.plan.functions import Form, function_error
 from phalanx.data.plan.nodes import UNKNOWN, PlanNode, Rows
-from phalanx.data.plan.opening import GatherCursor, RowNumbers, first_element
+from phalanx.data.plan.opening import GatherCursor, first_element, row_numbers
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
@@ -42,7 +42,7 @@ class Slices(PlanNode):
 
     def open(self, run: Run) -> Cursor:
         """Read row by row."""
-        return GatherCursor(RowNumbers((), self.count).open(run), self.columns)
+        return GatherCursor(row_numbers(self.count).open(run), self.columns)
 
 
 def slices(tensors: Any, what: str = "from_tensor_slices") -> Slices:
@@ -77,43 +77,6 @@ def single(tensors: Any) -> Slices:
     return Slices(
         (), tuple(read_only(c) for c in columns), 1, tree_util.tree_unflatten(structure, specs)
     )
-
-
-@dataclass(frozen=True, eq=False)
-class RangeSource(PlanNode):
-    """The numbers of a range."""
-
-    numbers: range
-    dtype: Any = np.int64
-
-    def spec(self, *inputs: Any) -> Any:
-        """One number."""
-        return TensorSpec((), np.dtype(self.dtype))
-
-    def size(self, *inputs: int) -> int:
-        """The length of the range."""
-        return len(self.numbers)
-
-    def open(self, run: Run) -> Cursor:
-        """Count."""
-        return _RangeCursor(self.numbers, self.dtype)
-
-
-class _RangeCursor(Cursor):
-    def __init__(self, numbers: range, dtype: Any) -> None:
-        self._left, self._dtype = numbers, dtype
-
-    def read(self, limit: int) -> Chunk | None:
-        now, self._left = self._left[:limit], self._left[limit:]
-        if not now:
-            return None
-        column = np.arange(now.start, now.stop, now.step).astype(self._dtype, copy=False)
-        return Chunk((column,), len(now))
-
-    def skip(self, count: int) -> int:
-        skipped = len(self._left[:count])
-        self._left = self._left[count:]
-        return skipped
 
 
 @dataclass(frozen=True, eq=False)
