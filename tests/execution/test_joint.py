@@ -163,8 +163,9 @@ def test_rows_count_the_same_wherever_they_are(names: list[str], counts: list[in
     everything = np.concatenate(parts)
     nothing = np.zeros_like(everything[:0])
     expected, _ = joined(step, [everything, nothing, nothing])
+    # Sums over replicas and over rows are rounded differently, and differences of large ones remain.
     np.testing.assert_allclose(
-        np.concatenate([r[0] for r in got]), expected[0][0], rtol=1e-5, atol=1e-5
+        np.concatenate([r[0] for r in got]), expected[0][0], rtol=1e-5, atol=1e-4
     )
 
 
