@@ -180,7 +180,7 @@ def test_workers_that_can_never_get_ready_are_not_awaited() -> None:
         job.start("worker", 0)
         coordinator = job.coordinator
         value = coordinator.schedule(adding([count]), args=(1,))
-        with pytest.raises(px.errors.ServerStateLostError, match="ps task 0, .* kept nothing"):
+        with pytest.raises(px.errors.ServerStateLostError, match=r"ps task 0, .* kept nothing"):
             coordinator.join()
         with pytest.raises(px.errors.CancelledError):
             value.fetch()
