@@ -2,10 +2,8 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
-import pytest
 from hypothesis import settings
 
 # What one of the many processes has compiled, the others find here. JAX reads this when it is imported.
@@ -29,11 +27,3 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 px.config.set_logical_device_configuration(
     px.config.list_physical_devices("CPU")[0], [px.config.LogicalDeviceConfiguration()] * 8
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_servers_of_other_tests(request: pytest.FixtureRequest) -> None:
-    """An example in a docstring uses the parameter servers that it starts, not those of a test."""
-    closure = sys.modules.get("phalanx.parameter_server.closure")
-    if closure is not None and isinstance(request.node, pytest.DoctestItem):
-        closure.use(None)
