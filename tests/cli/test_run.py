@@ -134,7 +134,7 @@ def test_the_reference_lists_every_option(capfd: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["--help"])
     commands = re.findall(r"^    ([a-z]+) ", capfd.readouterr().out, re.MULTILINE)
-    assert sorted(section.split()[0] for section in sections) == sorted(commands)
+    assert sorted({section.split()[0] for section in sections}) == sorted(commands)
     for command in sections:
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])

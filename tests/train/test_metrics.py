@@ -13,6 +13,7 @@ import pytest
 from tests.contract.conftest import STRATEGIES
 
 import phalanx as px
+from phalanx.execution.throttle import MAX_IN_FLIGHT
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -90,7 +91,7 @@ def test_updates_inside_of_gradients_leave_nothing_behind(replicas: int) -> None
 
     objects, arrays = growth(lambda: strategy.run(px.value_and_grad(loss, w)), 100)
     assert objects < 50  # one for each step would be 100
-    assert arrays == 0
+    assert arrays <= MAX_IN_FLIGHT  # which have a token each
     assert float(mean.result()) == 1.0
     assert float(accuracy.result()) == 1.0
     if not replicas:

@@ -384,7 +384,8 @@ class Dispatcher:
             for action in self.machine.resolved(*token, committed):
                 if isinstance(action, ClosureSettled) and action.outcome is ClosureOutcome.DONE:
                     lost = None if value else lost_value(action.closure)
-                    self._entries.pop(action.closure).value.settle(_without_mark(value), lost)
+                    kept = b"" if value == NOTHING else value
+                    self._entries.pop(action.closure).value.settle(kept, lost)
                 else:
                     self._act([action])
 
@@ -486,10 +487,6 @@ def _wait(value: RemoteValue, bell: Bell) -> None:
 
 def _nothing() -> None:
     """Wake the thread."""
-
-
-def _without_mark(value: bytes) -> bytes:
-    return b"" if value == NOTHING else value
 
 
 def _input_error(error: BaseException) -> ClosureInputError:

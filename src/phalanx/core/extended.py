@@ -360,10 +360,8 @@ class StrategyExtended:
         group: bool,
     ) -> Any:
         copies = var.values if isinstance(var, CopiedVariable) else (var,)
-        if isinstance(var, CopiedVariable) and traced_variables.current() is not None:
-            copies = (
-                copies[: len(var._held()._samples())] if isinstance(var, MirroredVariable) else copies
-            )
+        if isinstance(var, MirroredVariable) and traced_variables.current() is not None:
+            copies = copies[: len(var._held()._samples())]
         if isinstance(var, SlicedVariable):
             copies = copies[:1]  # which is made of the slices of all
         if isinstance(var, MirroredVariable | AggregatingVariable):
@@ -487,9 +485,7 @@ def _to_device(device: jax.Device | None, x: Any) -> Any:
 
 def _agreed(x: Any, var: Variable) -> Any:
     """An argument of an update of copies that must stay equal."""
-    if not isinstance(x, PerReplica):
-        return x
-    same = require_same(x, var, "update")
+    same = require_same(x, var, "update") if isinstance(x, PerReplica) else x
     return same if isinstance(x, SpmdPerReplica) else x
 
 

@@ -21,17 +21,17 @@ from phalanx.execution.variance import differing_marks
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import Cuts, names_of, parts_of, specs_on
 from phalanx.parallel.planning import Planner, Seen, check_known, dataset_cuts
-from phalanx.parallel.running import Running, in_run
+from phalanx.parallel.running import ParallelRun, in_run
 from phalanx.parallel.storing import Known, is_named, like, stored
 from phalanx.parallel.wide_sums import with_wide_sums
 from phalanx.runtime import compat
 from phalanx.runtime.placement import REPLICA_AXIS
 
-__all__ = ["Program", "Task", "divided", "laid_out", "planned", "whole"]
+__all__ = ["ParallelProgram", "ParallelTask", "divided", "laid_out", "planned", "whole"]
 
 
 @dataclass(frozen=True)
-class Task:
+class ParallelTask:
     """A function that is to run in a mode, with arguments of certain shapes.
 
     Args:
@@ -63,7 +63,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Program:
+class ParallelProgram:
     """A compiled function, and the shardings of its arguments.
 
     Args:
@@ -80,7 +80,9 @@ class Program:
 # -- programs that see the whole batch -----------------------------------------------------------------
 
 
-def whole(task: Task, run: Running, specs: Sequence[PartitionSpec], known: Known) -> Program:
+def whole(
+    task: ParallelTask, run: ParallelRun, specs: Sequence[PartitionSpec], known: Known
+) -> ParallelProgram:
     """A program that sees whole arrays; XLA divides the work by their layouts.
 
     Args:
@@ -123,10 +125,12 @@ def whole(task: Task, run: Running, specs: Sequence[PartitionSpec], known: Known
         out_shardings=(jax.tree.unflatten(shape, outs), None),
         donate_argnums=task.donate,
     )
-    return Program(call, arguments, known)
+    return ParallelProgram(call, arguments, known)
 
 
-def laid_out(task: Task, mesh: Mesh, parameter_plan: Mapping[str, Cuts]) -> tuple[list[Any], Known]:
+def laid_out(
+    task: ParallelTask, mesh: Mesh, parameter_plan: Mapping[str, Cuts]
+) -> tuple[list[Any], Known]:
     """The layouts of the arguments in `semi_auto_parallel`: those that are given, and batches cut."""
     names, shapes, states = task.names(), task.shapes(), task.states()
     owned = [(n, s) for n, s, is_state in zip(names, shapes, states, strict=True) if is_state]
@@ -175,7 +179,7 @@ def batch_spec(shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
 # -- programs that are laid out by a plan ----------------------------------------------------------
 
 
-def planned(task: Task, planner: Planner) -> Program:
+def planned(task: ParallelTask, planner: Planner) -> ParallelProgram:
     """A program whose losses are laid out by plans."""
     seen, given = _losses(task, planner)
     if not seen:  # it is a loss itself, or what is computed with parameters
@@ -198,13 +202,13 @@ def planned(task: Task, planner: Planner) -> Program:
         if found is None:
             found = like(name, shape, known) if is_state else batch_spec(shape, mesh)
         specs.append(found or PartitionSpec())
-    return whole(task, Running(mesh, task.options, planner=planner), specs, known)
+    return whole(task, ParallelRun(mesh, task.options, planner=planner), specs, known)
 
 
-def _losses(task: Task, planner: Planner) -> tuple[list[Seen], list[Any]]:
+def _losses(task: ParallelTask, planner: Planner) -> tuple[list[Seen], list[Any]]:
     """The losses that a program calls, and the arguments that it was traced with."""
     given: list[Any] = []
-    run = Running(planner.mesh, task.options, planner=planner)
+    run = ParallelRun(planner.mesh, task.options, planner=planner)
 
     def watched(*args: Any) -> Any:
         given.extend(jax.tree.leaves(args))
@@ -216,7 +220,7 @@ def _losses(task: Task, planner: Planner) -> tuple[list[Seen], list[Any]]:
     return seen, given
 
 
-def _as_loss(task: Task, planner: Planner) -> Callable[..., Any]:
+def _as_loss(task: ParallelTask, planner: Planner) -> Callable[..., Any]:
     """A function that is laid out as a whole; if it returns one number, it will be trained."""
     results = jax.tree.leaves(jax.eval_shape(task.function, *task.args))
     training = bool(results) and not results[0].shape
@@ -232,7 +236,9 @@ def _as_loss(task: Task, planner: Planner) -> Callable[..., Any]:
 # -- programs of which each device has a part of the batch -----------------------------------------
 
 
-def divided(task: Task, mesh: Mesh, layerwise: Mapping[str, PartitionSpec]) -> Program | None:
+def divided(
+    task: ParallelTask, mesh: Mesh, layerwise: Mapping[str, PartitionSpec]
+) -> ParallelProgram | None:
     """A program that each device runs on its part of the batch; None if the batch cannot be divided.
 
     Args:
@@ -253,20 +259,22 @@ def divided(task: Task, mesh: Mesh, layerwise: Mapping[str, PartitionSpec]) -> P
             return None
         else:
             specs.append(PartitionSpec(REPLICA_AXIS))
-    run = Running(mesh, task.options, divided=True, combines=True, layerwise=frozenset(layerwise))
+    run = ParallelRun(mesh, task.options, divided=True, combines=True, layerwise=frozenset(layerwise))
     local = _Local(task, run, specs, known)
     differing = local.differing()
     out_specs = [local.out_spec(i, i in differing) for i in range(len(local.names))]
     structure = jax.tree.structure(task.args)
     arguments = jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
     mapped = local.mapped(out_specs, [i for i in differing if not local.shapes[i]])
-    return Program(jax.jit(mapped, donate_argnums=task.donate), arguments, known)
+    return ParallelProgram(jax.jit(mapped, donate_argnums=task.donate), arguments, known)
 
 
 class _Local:
     """What one device runs: its results, and which of them differ between devices."""
 
-    def __init__(self, task: Task, run: Running, specs: Sequence[PartitionSpec], known: Known) -> None:
+    def __init__(
+        self, task: ParallelTask, run: ParallelRun, specs: Sequence[PartitionSpec], known: Known
+    ) -> None:
         assert run.mesh is not None
         self.task, self.run, self.specs, self.known = task, run, specs, known
         self.mesh = run.mesh

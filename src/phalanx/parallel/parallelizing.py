@@ -20,7 +20,7 @@ from phalanx.parallel.options import AUTO_MODES, ParallelOptions, changed
 from phalanx.parallel.placing import Cuts, factored_mesh, mesh_for, names_of
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import Planner
-from phalanx.parallel.running import Running, value_and_grad
+from phalanx.parallel.running import ParallelRun, value_and_grad
 from phalanx.parallel.storing import Known, made_in_parts
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, default_devices, resolve_devices
@@ -281,7 +281,7 @@ class Parallelized:
         self._function, self._setup = function, setup
         self._parameters = tuple(i % count for i in parameters) if count else ()
         self._donated = donated
-        self._programs: dict[Any, modes.Program] = {}
+        self._programs: dict[Any, modes.ParallelProgram] = {}
         self._planner = setup.planner()
         self._first = self._program(example_args, False)
         self._shapes = jax.eval_shape(lambda *x: x, *self._parts(example_args)[0])
@@ -411,7 +411,7 @@ class Parallelized:
         others = jax.tree.map(lambda x: None if _is_array(x) else x, args)
         return arrays, others
 
-    def _program(self, args: tuple[Any, ...], differentiated: bool) -> modes.Program:
+    def _program(self, args: tuple[Any, ...], differentiated: bool) -> modes.ParallelProgram:
         arrays, others = self._parts(args)
         leaves, structure = jax.tree.flatten(arrays)
         statics = tuple(jax.tree.leaves(others))
@@ -422,13 +422,13 @@ class Parallelized:
             self._programs[key] = self._build(abstract, others, differentiated)
         return self._programs[key]
 
-    def _build(self, arrays: Any, others: Any, differentiated: bool) -> modes.Program:
+    def _build(self, arrays: Any, others: Any, differentiated: bool) -> modes.ParallelProgram:
         function = _with_others(self._function, others)
         numbers: Any = self._parameters[0] if len(self._parameters) == 1 else self._parameters
         if differentiated:
             function = value_and_grad(function, numbers)
         donated = () if differentiated else self._donated
-        task = modes.Task(function, arrays, self._parameters, self._setup.options, donated)
+        task = modes.ParallelTask(function, arrays, self._parameters, self._setup.options, donated)
         return _build_in_mode(task, self._setup, self._planner)
 
 
@@ -447,7 +447,7 @@ def _with_others(function: Callable[..., Any], others: Any) -> Callable[..., Any
     return complete
 
 
-def _build_in_mode(task: modes.Task, setup: Setup, planner: Planner) -> modes.Program:
+def _build_in_mode(task: modes.ParallelTask, setup: Setup, planner: Planner) -> modes.ParallelProgram:
     mode = setup.options.parallel_mode
     if mode == "auto_parallel":
         return modes.planned(task, planner)
@@ -464,10 +464,10 @@ def _build_in_mode(task: modes.Task, setup: Setup, planner: Planner) -> modes.Pr
         specs = [PartitionSpec()] * len(task.shapes())
         pairs = zip(task.names(), task.shapes(), strict=True)
         whole = {name: (shape, PartitionSpec()) for name, shape in pairs}
-        return modes.whole(task, Running(mesh, task.options), specs, whole)
+        return modes.whole(task, ParallelRun(mesh, task.options), specs, whole)
     mesh = factored_mesh(setup.devices) if setup.mesh is None else setup.mesh
     specs, known = modes.laid_out(task, mesh, setup.parameter_plan)
-    return modes.whole(task, Running(mesh, task.options), specs, known)
+    return modes.whole(task, ParallelRun(mesh, task.options), specs, known)
 
 
 def _is_array(x: Any) -> bool:

@@ -28,7 +28,7 @@ from phalanx.parallel.wide_sums import is_narrow
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.placement import REPLICA_AXIS
 
-__all__ = ["LaysOut", "Running", "combined", "current_run", "in_run", "value_and_grad"]
+__all__ = ["LaysOut", "ParallelRun", "combined", "current_run", "in_run", "value_and_grad"]
 
 
 class LaysOut(Protocol):
@@ -41,7 +41,7 @@ class LaysOut(Protocol):
 
 
 @dataclass(frozen=True)
-class Running:
+class ParallelRun:
     """The mode in which a program is traced.
 
     Args:
@@ -63,16 +63,18 @@ class Running:
     known: Known = field(default_factory=dict)
 
 
-_running: contextvars.ContextVar[Running | None] = contextvars.ContextVar("parallel run", default=None)
+_running: contextvars.ContextVar[ParallelRun | None] = contextvars.ContextVar(
+    "parallel run", default=None
+)
 
 
-def current_run() -> Running | None:
+def current_run() -> ParallelRun | None:
     """The mode in which a program is being traced here, if it is in one."""
     return _running.get()
 
 
 @contextlib.contextmanager
-def in_run(run: Running | None) -> Iterator[None]:
+def in_run(run: ParallelRun | None) -> Iterator[None]:
     """Trace a block of code in a mode."""
     token = _running.set(run)
     try:
@@ -132,7 +134,7 @@ def _names(nest: Any, argnums: int | Sequence[int]) -> list[str]:
     return names if isinstance(argnums, int) else [n.partition("/")[2] or n for n in names]
 
 
-def _cut(gradients: Any, names: Sequence[str], run: Running) -> Any:
+def _cut(gradients: Any, names: Sequence[str], run: ParallelRun) -> Any:
     """Gradients in the parts in which the parameters are kept, if the optimizer's level says so."""
     options = run.options
     if not options.enable_parallel_optimizer or options.optimizer_level in (None, "level1"):
@@ -142,7 +144,7 @@ def _cut(gradients: Any, names: Sequence[str], run: Running) -> Any:
     return jax.tree.unflatten(structure, found)
 
 
-def _constrained(x: Any, name: str, run: Running, is_stored: bool) -> Any:
+def _constrained(x: Any, name: str, run: ParallelRun, is_stored: bool) -> Any:
     spec = like(name, x.shape, run.known)
     if spec is None or run.mesh is None:
         return x
@@ -152,7 +154,7 @@ def _constrained(x: Any, name: str, run: Running, is_stored: bool) -> Any:
 
 
 def _gathering_again(
-    loss: Callable[..., Any], argnums: int | Sequence[int], run: Running
+    loss: Callable[..., Any], argnums: int | Sequence[int], run: ParallelRun
 ) -> Callable[..., Any]:
     """A loss that gathers parameters, and for its gradient once more instead of keeping them."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)

@@ -27,7 +27,7 @@ from phalanx.parallel.parallelizing import Setup, set_up
 from phalanx.parallel.placing import Cuts, factored_mesh, fitting, specs_on
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import dataset_cuts
-from phalanx.parallel.running import Running, in_run
+from phalanx.parallel.running import ParallelRun, in_run
 from phalanx.parallel.storing import is_named, stored
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, device_name
@@ -180,7 +180,7 @@ class AutoParallelExtended(DistributesInput):
         with jax.ensure_compile_time_eval():
             first = jnp.int32(0)
         planner = self._planner if self._setup.options.parallel_mode == "auto_parallel" else None
-        run = Running(self._mesh, self._setup.options, planner=planner)
+        run = ParallelRun(self._mesh, self._setup.options, planner=planner)
         with in_run(run), options_in_force(self._setup.options):
             devices = self._replica_devices
             return run_replicas(self._strategy, devices, [first], fn, tuple(args), kwargs)

@@ -497,8 +497,3 @@ def _set(state: Any, value: Any) -> None:
     hook = getattr(state, "_update_thread_local_hook", None)
     if hook is not None:
         hook(value)
-
-
-def is_array(x: Any) -> bool:
-    """Whether `x` is an array in JAX's sense: a `jax.Array`, a tracer or a NumPy array."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic)

@@ -158,7 +158,7 @@ def _split(strategy: Strategy, batch: tuple[Any, ...]) -> Any:
     count = strategy.num_replicas_in_sync
 
     def split(x: Any) -> Any:
-        if not compat.is_array(x) or np.ndim(x) == 0:
+        if not _is_array(x) or np.ndim(x) == 0:
             return x
         parts = np.array_split(np.asarray(x), count)
         return strategy.experimental_distribute_values_from_function(
@@ -176,7 +176,7 @@ def _combined(strategy: Strategy, result: Any) -> Any:
         if isinstance(x, Variable):
             return _host(x.read_value())
         first = x.values[0] if isinstance(x, DistributedValues) else x
-        if not compat.is_array(first):
+        if not _is_array(first):
             if isinstance(x, DistributedValues):
                 raise InvalidTypeError(
                     "Results can be compared if they are arrays, or the same on all replicas. "
@@ -299,3 +299,8 @@ class _Record:
 def _named(nest: Any) -> dict[str, Any]:
     flat = jax.tree_util.tree_leaves_with_path(nest)
     return {jax.tree_util.keystr(path): x for path, x in flat}
+
+
+def _is_array(x: Any) -> bool:
+    """Whether `x` is an array in JAX's sense: a `jax.Array`, a tracer or a NumPy array."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic)

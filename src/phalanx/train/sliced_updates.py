@@ -206,7 +206,7 @@ class _Run:
         if old == new or isinstance(x, _Filled):
             return self.sliced(x, new)
         if isinstance(x, Sliced):
-            self.gathered.append("broadcast")
+            self.gathered.append("broadcast_in_dim")
         return self.sliced(jnp.broadcast_to(self.whole(x), new), new)
 
     @staticmethod
