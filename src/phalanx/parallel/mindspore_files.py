@@ -55,8 +55,8 @@ def read_mindspore_strategy(text: str, source: str = "text") -> MindSporeStrateg
 
     >>> layout = {"dev_matrix": [2, 4], "tensor_map": [-1, 0], "tensor_shape": [8, 16]}
     >>> read = read_mindspore_strategy(json.dumps({"parallel_layout_item": {"w": layout}}))
-    >>> read.sizes, read.parameters["w"]
-    ((2, 4), PartitionSpec(None, 'y'))
+    >>> read.sizes, tuple(read.parameters["w"])
+    ((2, 4), (None, 'y'))
     """
     try:
         data: Any = json.loads(text)
