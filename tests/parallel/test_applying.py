@@ -84,9 +84,15 @@ PROGRAMS = {
 }
 
 
+SLOW = ("gpt, large batch", "gpt, long sequence")
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [(name, (2, 4)) for name in PROGRAMS] + [(name, (4,)) for name in PROGRAMS if "gpt" not in name],
+    [
+        *(pytest.param(n, (2, 4), marks=[pytest.mark.soak] if n in SLOW else []) for n in PROGRAMS),
+        *((name, (4,)) for name in PROGRAMS if "gpt" not in name),
+    ],
     ids=str,
 )
 def test_predictions_hold_for_whole_plans(name: str, sizes: tuple[int, ...]) -> None:
@@ -185,7 +191,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(2,), (6,), (2, 4)], ids=str)
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((6,), marks=pytest.mark.soak), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_programs_compute_the_same(name: str, sizes: tuple[int, ...]) -> None:
     function, args = OTHERS[name]

@@ -41,7 +41,13 @@ def expected() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("mode", "count"), [("stand_alone", 2), *((m, n) for m in MODES[1:] for n in (2, 4, 6, 8))], ids=str
+    ("mode", "count"),
+    [
+        ("stand_alone", 2),
+        *((m, n) for m in MODES[1:] for n in (2, 6, 8)),
+        *(pytest.param(m, 4, marks=pytest.mark.soak) for m in MODES[1:]),
+    ],
+    ids=str,
 )
 def test_every_mode_equals_one_device(mode: str, count: int) -> None:
     """Loss, gradients, and steps of which the last batch cannot be divided by all devices."""

@@ -37,6 +37,7 @@ TRANSFORMS: dict[str, Callable[[], optax.GradientTransformation]] = {
     ),
 }
 LEVELS = ["states", "gradients", "parameters"]
+MOSTLY_THE_LAST = [*(pytest.param(x, marks=pytest.mark.soak) for x in LEVELS[:-1]), LEVELS[-1]]
 
 
 def loss_of(values: Any, x: Any, y: Any) -> jax.Array:
@@ -153,7 +154,7 @@ def test_any_number_of_replicas_and_shards(replicas: int, level: Any, size: int)
     made.check(reference("clipped adamw", 20))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", MOSTLY_THE_LAST)
 def test_the_eager_executor_has_the_same_numbers(level: str) -> None:
     shard = everything(level, shard_size=2)
     made = training(mirrored(4), TRANSFORMS["clipped adamw"](), shard, compiled=False)
@@ -180,7 +181,7 @@ def test_means_and_combined_gradients() -> None:
         assert w.numpy().tolist() == [1.0, -0.5, -2.0]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", MOSTLY_THE_LAST)
 def test_uneven_batches_are_exact(level: str) -> None:
     """Batches of 10, 10 and 4 rows on four replicas."""
     made = training(mirrored(4), TRANSFORMS["clipped adamw"](), everything(level))
