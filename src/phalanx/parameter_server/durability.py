@@ -173,9 +173,10 @@ class Keeper:
                 self._later(lambda: self._clean(number))
             records.clear()
 
-        self._writer = threading.Thread(target=write, name="phalanx-snapshot", daemon=True)
-        self._writer.start()
-        return self._writer
+        writer = threading.Thread(target=write, name="phalanx-snapshot", daemon=True)
+        self._writer = writer
+        writer.start()  # which may be done, and forgotten, at once
+        return writer
 
     def close(self, *, forget: bool = False) -> None:
         """Stop; what is in the folder stays there, or goes."""
