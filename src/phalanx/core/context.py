@@ -65,7 +65,9 @@ def _make_default() -> Mode:
 def current_mode() -> Mode:
     """The mode on top of this thread's stack."""
     stack = _thread.stack
-    return stack[-1] if stack else default_mode()
+    if stack:
+        return stack[-1]
+    return _default[0] if _default else default_mode()
 
 
 def active_replica() -> ReplicaContext | None:

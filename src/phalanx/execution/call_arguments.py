@@ -20,6 +20,7 @@ from phalanx.runtime import compat
 _ARGUMENT = "An argument of a compiled function"
 _NONE = object()  # no type of an array
 _flatten = jax.tree_util.tree_flatten
+_x64: Any = jax.enable_x64  # asked for its value, which `jax.config` takes three times as long for
 
 
 @dataclass(slots=True)
@@ -145,15 +146,15 @@ class Pattern:
         mode = ctx.current_mode()
         if strategy() is not mode.strategy or is_cross_replica is not (mode.replica_context is None):
             return None
-        if is_x64 is not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        if is_x64 is not _x64.value:
             return None
-        flat = None
         if self._layouts is not None and not kwargs:
-            flat = self._leaves_of_batch(args)
-        if flat is None:
-            flat, treedef = _flatten((args, kwargs))
-            if hash(treedef) != self._hash or treedef != self._treedef:
-                return None
+            batch = self._arrays_of_batch(args)
+            if batch is not None:
+                return batch
+        flat, treedef = _flatten((args, kwargs))
+        if hash(treedef) != self._hash or treedef != self._treedef:
+            return None
         arrays: list[Any] = []
         for x, (aval, spread, part) in zip(flat, self._expected):  # noqa: B905 - which takes longer
             if getattr(x, "aval", None) is aval:
@@ -168,8 +169,8 @@ class Pattern:
                 return None
         return arrays
 
-    def _leaves_of_batch(self, args: tuple[Any, ...]) -> list[Any] | None:
-        """What `_flatten` returns for arguments like these, in less time; None for others."""
+    def _arrays_of_batch(self, args: tuple[Any, ...]) -> list[Any] | None:
+        """The arrays in a batch, without taking it apart as JAX does; None for what is not like it."""
         values: Any = args
         if self._in_tuple:
             if len(args) != 1 or type(args[0]) is not tuple:
@@ -178,13 +179,15 @@ class Pattern:
         layouts = self._layouts
         if layouts is None or len(values) != len(layouts):
             return None
-        flat = []
-        for x, layout in zip(values, layouts):  # noqa: B905 - which takes longer
+        arrays = []
+        for x, layout, (aval, spread, _) in zip(values, layouts, self._expected):  # noqa: B905 - which takes longer
             array = x.array_as(layout) if type(x) is PerReplica else None
-            if array is None:
+            if array is None or array.aval is not aval or array.sharding is not spread:
                 return None
-            flat.append(array)
-        return flat
+            if array.is_deleted():
+                raise deleted(_ARGUMENT, array)
+            arrays.append(array)
+        return arrays
 
 
 @dataclass(frozen=True)
