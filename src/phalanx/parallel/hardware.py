@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -128,6 +129,18 @@ PROFILES: Mapping[str, Hardware] = MappingProxyType(
     }
 )
 """The hardware that ships with Phalanx, with its makers' rates; `Device.efficiency` lowers them."""
+
+
+def topology_of(devices: Sequence[Any], hardware: Hardware) -> Topology:
+    """How devices are connected: within a process by the inner link, between processes by the outer.
+
+    Processes that have different numbers of them, or are not in order, are taken for one host.
+    """
+    counts = Counter(device.process_index for device in devices)
+    order = [device.process_index for device in devices]
+    if len(counts) > 1 and len(set(counts.values())) == 1 and order == sorted(order):
+        return Topology(len(counts), len(devices) // len(counts), hardware.inner, hardware.outer)
+    return hardware.topology(len(devices))
 
 
 def profile(name: str) -> Hardware:
