@@ -28,7 +28,10 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P  # noqa: E402
 
-import _gpt as gpt  # noqa: E402
+sys.path.insert(0, str(harness.HERE.parent))
+
+from tests.parallel import gpt  # noqa: E402
+
 import phalanx as px  # noqa: E402
 from phalanx.cli.bench_hardware import measure  # noqa: E402
 from phalanx.parallel import (  # noqa: E402
@@ -294,10 +297,11 @@ def irreducible() -> str:
     memory = plan.memory.total
     tight = search(clique, args, mesh_for(hardware, 8), hardware, memory=0.7 * memory)
     proofs = ["proven" if found.proven else "not proven" for found in (plan, tight)]
-    return f"""Each of six layers reads all layers before it: MindSpore's six ways to shrink a graph leave
-more than two operators, and its search ends with an exception. Here: {plan.cost * 1e6:.0f} µs, {proofs[0]}.
-With 70 % of the memory that this plan needs: {tight.cost * 1e6:.0f} µs, {proofs[1]}. MindSpore's lists of
-costs forget plans that need less memory, so it may find none."""
+    return f"""Each of six layers reads all layers before it: MindSpore's six ways to shrink a graph
+leave more than two operators, and its search ends with an exception. Here:
+{plan.cost * 1e6:.0f} µs, {proofs[0]}. With 70 % of the memory that this plan needs:
+{tight.cost * 1e6:.0f} µs, {proofs[1]}. MindSpore's lists of costs forget plans that need less memory,
+so it may find none."""
 
 
 def report(options: Any) -> str:
@@ -322,9 +326,10 @@ Seconds of `px.parallel.search` for the loss of a GPT (width 1024, vocabulary 32
 
 {step_table}
 
-Milliseconds of a training step (Adam) of a small GPT on {DEVICES} logical CPU devices, with the searched
-plan and with three that are written by hand in plain JAX; medians of {options.rounds} rounds in which they
-take turns. The search used what was measured here: {rate:.0f} GFLOP/s per device while all compute,
+Milliseconds of a training step (Adam) of a small GPT on {DEVICES} logical CPU devices, with the
+searched plan and with three that are written by hand in plain JAX; medians of {options.rounds} rounds
+in which they take turns. The search used what was measured here: {rate:.0f} GFLOP/s per device
+while all compute,
 {link.alpha * 1e6:.0f} µs and {1e-9 / link.beta:.2f} GB/s for sums over devices. The budget is
 {BUDGET_RATIO} times the best plan by hand: {met[fast_enough]}.
 
@@ -332,16 +337,16 @@ take turns. The search used what was measured here: {rate:.0f} GFLOP/s per devic
 
 {memory()}
 
-A GPT of two blocks of width 256 in `data_parallel` on {DEVICES} devices, by `memory_analysis`. At level 3
-parameters are gathered again for the gradient, which XLA undoes on CPU devices.
+A GPT of two blocks of width 256 in `data_parallel` on {DEVICES} devices, by `memory_analysis`. At level
+3 parameters are gathered again for the gradient, which XLA undoes on CPU devices.
 
 ## Other algorithms
 
 {heuristics(profile("A100"))}
 
 The cost of the best plan on 8 A100s (2 x 4), and that of other plans relative to it, all by the same
-model of costs: MindSpore's greedy `recursive_programming`, `sharding_propagation` from a batch that is cut
-along the first axis, and plans in which elementwise operators follow what they read, as in Alpa.
+model of costs: MindSpore's greedy `recursive_programming`, `sharding_propagation` from a batch that is
+cut along the first axis, and plans in which elementwise operators follow what they read, as in Alpa.
 
 {irreducible()}
 
