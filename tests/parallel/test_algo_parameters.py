@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.parallel.test_options import recorded
 
 from phalanx.parallel import (
     Plan,
@@ -28,46 +30,26 @@ def _reset() -> Iterator[None]:
     reset_algo_parameters()
 
 
-def test_defaults_and_reset() -> None:
-    names = {
-        "fully_use_devices": False,
-        "elementwise_op_strategy_follow": False,
-        "enable_algo_approxi": False,
-        "algo_approxi_epsilon": 0.1,
-        "tensor_slice_align_enable": False,
-        "tensor_slice_align_size": 16,
-    }
-    assert {name: get_algo_parameters(name) for name in names} == names
-    set_algo_parameters(fully_use_devices=True, tensor_slice_align_size=1024)
-    assert get_algo_parameters("tensor_slice_align_size") == 1024
+@pytest.mark.parametrize("row", recorded("algo_default"), ids=lambda r: r["key"])
+def test_defaults_and_reset(row: dict[str, Any]) -> None:
+    key, value = row["key"], row["value"]
+    assert get_algo_parameters(key) == pytest.approx(value)
+    other = {False: True, 16: 1024}.get(value, 0.5)
+    set_algo_parameters(**{key: other})
+    assert get_algo_parameters(key) == other
     reset_algo_parameters()
-    assert {name: get_algo_parameters(name) for name in names} == names
+    assert get_algo_parameters(key) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "text"),
-    [
-        ({"tensor_slice_align_size": 0}, ValueError, "Align_size must be in [1, 1024], but got 0"),
-        (
-            {"tensor_slice_align_size": 1025},
-            ValueError,
-            "Align_size must be in [1, 1024], but got 1025",
-        ),
-        ({"algo_approxi_epsilon": 0.0}, RuntimeError, "'epsilon' must be in (0, 1]"),
-        ({"algo_approxi_epsilon": 1.5}, RuntimeError, "'epsilon' must be in (0, 1]"),
-        ({"bogus": 1}, ValueError, "Set context keyword bogus is not recognized!"),
-        (
-            {"fully_use_devices": 1},
-            TypeError,
-            "The parameter 'fully_use_devices' must be <class 'bool'>, but got <class 'int'>",
-        ),
-    ],
-)
-def test_wrong_values_change_nothing(given: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as caught:
-        set_algo_parameters(elementwise_op_strategy_follow=True, **given)
-    assert str(caught.value) == text
+@pytest.mark.parametrize("row", recorded("algo_set"), ids=lambda r: str(r["kwargs"]))
+def test_wrong_values_change_nothing(row: dict[str, Any]) -> None:
+    with pytest.raises(getattr(builtins, row["error"])) as caught:
+        set_algo_parameters(elementwise_op_strategy_follow=True, **row["kwargs"])
+    assert str(caught.value) == row["msg"].partition("\n")[0]  # without the stack of C++
     assert get_algo_parameters("elementwise_op_strategy_follow") is False
+
+
+def test_other_wrong_calls() -> None:
     with pytest.raises(ValueError, match="Get context keyword bogus is not recognized!"):
         get_algo_parameters("bogus")
     with pytest.raises(TypeError, match="too many positional arguments"):

@@ -87,9 +87,6 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
         super().__init_subclass__(**kwargs)
         compat.register_array_like(cls, lambda v: v._array())
 
-    spans_workers = False
-    """Whether other processes have parts of its one value."""
-
     _keeps_layout = False
     """Whether an array over several devices is held as it is, also if each of them has all of it."""
 

@@ -66,7 +66,7 @@ def combination(options: ParallelOptions) -> ReduceOp:
 
 
 def norms_to(options: ParallelOptions) -> Callable[[str, int, float], None] | None:
-    """Who is told the norms of local gradients; None if nobody is.
+    """Who is told the norms of local gradients; None if they are not told.
 
     They are printed, or added to a file of each device in the folder `dump_local_norm_path`.
     """

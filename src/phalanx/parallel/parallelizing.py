@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from phalanx.errors import InvalidOptionsError, InvalidTypeError, InvalidValueError, UnsupportedError
 from phalanx.parallel import layout_files, modes
+from phalanx.parallel.arrays_of import dtype_of, is_array, with_others
 from phalanx.parallel.combinations import check_together
 from phalanx.parallel.context import current_options
 from phalanx.parallel.divided import divided, kept_mesh
@@ -26,6 +26,7 @@ from phalanx.parallel.spanning import (
     all_devices,
     check_same,
     dispatched,
+    fingerprint,
     from_first_device,
     placed,
     spans_workers,
@@ -417,7 +418,7 @@ class Parallelized:
         state = {i: arrays[i] for i in self._parameters}
         broadcast = self._setup.options.parameter_broadcast
         if spans_workers(self._setup.devices) and not broadcast:
-            check_same("state", _fingerprint(state), "Set parameter_broadcast=True, or the same seed.")
+            check_same("state", fingerprint(state), "Set parameter_broadcast=True, or the same seed.")
         found = list(placed(arrays, program.arguments))
         if broadcast:
             for i in state:
@@ -426,15 +427,15 @@ class Parallelized:
 
     def _parts(self, args: tuple[Any, ...]) -> tuple[Any, Any]:
         """The arrays of arguments, and everything else, which programs have in them."""
-        arrays = jax.tree.map(lambda x: x if _is_array(x) else None, args)
-        others = jax.tree.map(lambda x: None if _is_array(x) else x, args)
+        arrays = jax.tree.map(lambda x: x if is_array(x) else None, args)
+        others = jax.tree.map(lambda x: None if is_array(x) else x, args)
         return arrays, others
 
     def _program(self, args: tuple[Any, ...], differentiated: bool) -> modes.ParallelProgram:
         arrays, others = self._parts(args)
         leaves, structure = jax.tree.flatten(arrays)
         statics = tuple(jax.tree.leaves(others))
-        shapes = tuple((np.shape(x), jax.dtypes.canonicalize_dtype(_dtype(x))) for x in leaves)
+        shapes = tuple((np.shape(x), jax.dtypes.canonicalize_dtype(dtype_of(x))) for x in leaves)
         key = (differentiated, structure, shapes, statics)
         if key not in self._programs:
             abstract = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*s) for s in shapes])
@@ -442,28 +443,13 @@ class Parallelized:
         return self._programs[key]
 
     def _build(self, arrays: Any, others: Any, differentiated: bool) -> modes.ParallelProgram:
-        function = _with_others(self._function, others)
+        function = with_others(self._function, others)
         numbers: Any = self._parameters[0] if len(self._parameters) == 1 else self._parameters
         if differentiated:
             function = value_and_grad(function, numbers)
         donated = () if differentiated else self._donated
         task = modes.ParallelTask(function, arrays, self._parameters, self._setup.options, donated)
         return _build_in_mode(task, self._setup, self._planner)
-
-
-def _with_others(function: Callable[..., Any], others: Any) -> Callable[..., Any]:
-    """A function of arrays alone, from one that also takes other things."""
-    if not jax.tree.leaves(others):
-        return function
-
-    def complete(*arrays: Any) -> Any:
-        def merged(array: Any, other: Any) -> Any:
-            return other if array is None else array
-
-        return function(*jax.tree.map(merged, arrays, others, is_leaf=lambda x: x is None))
-
-    complete.__name__ = getattr(function, "__name__", "function")
-    return complete
 
 
 def _build_in_mode(task: modes.ParallelTask, setup: Setup, planner: Planner) -> modes.ParallelProgram:
@@ -488,23 +474,3 @@ def _build_in_mode(task: modes.ParallelTask, setup: Setup, planner: Planner) -> 
     mesh = factored_mesh(setup.devices) if setup.mesh is None else setup.mesh
     specs, known = modes.laid_out(task, mesh, setup.parameter_plan)
     return modes.whole(task, ParallelRun(mesh, task.options), specs, known)
-
-
-def _fingerprint(state: Any) -> str:
-    """A text that is the same for the same values; arrays of several workers are left out."""
-    hashed = hashlib.sha256()
-    for leaf in jax.tree.leaves(state):
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-            host = np.asarray(jax.random.key_data(leaf) if compat.is_key_array(leaf) else leaf)
-            hashed.update(repr((host.shape, host.dtype.str)).encode() + host.tobytes())
-    return hashed.hexdigest()
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic | float | int | complex | bool) or (
-        hasattr(x, "shape") and hasattr(x, "dtype")
-    )
-
-
-def _dtype(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else np.result_type(type(x))

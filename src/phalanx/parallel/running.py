@@ -220,7 +220,7 @@ def _in_pieces(
 
     def cut(gradients: Any) -> Any:
         assert run is not None
-        return _cut(gradients, names_of(gradients), run)
+        return _cut(gradients, names_of(gradients), run, always=True)
 
     early = run is not None and bool(run.known) and bool(run.options.gradient_accumulation_shard)
     return accumulated(piece, tuple(batch.values()), pieces, *([cut] if early else []))
@@ -249,10 +249,11 @@ def _names(nest: Any, argnums: int | Sequence[int]) -> list[str]:
     return names if isinstance(argnums, int) else [n.partition("/")[2] or n for n in names]
 
 
-def _cut(gradients: Any, names: Sequence[str], run: ParallelRun) -> Any:
+def _cut(gradients: Any, names: Sequence[str], run: ParallelRun, always: bool = False) -> Any:
     """Gradients in the parts in which the parameters are kept, if the optimizer's level says so."""
     options = run.options
-    if not options.enable_parallel_optimizer or options.optimizer_level in (None, "level1"):
+    is_whole = options.optimizer_level in (None, "level1") and not always
+    if not options.enable_parallel_optimizer or is_whole:
         return gradients
     leaves, structure = jax.tree.flatten(gradients)
     found = [_constrained(g, n, run, is_stored=True) for g, n in zip(leaves, names, strict=True)]
