@@ -56,6 +56,15 @@ def test_four_replicas_learn_what_one_device_learns(
     assert same(losses(script, "--strategy", strategy, "--replicas", "4"), of_one_device)
 
 
+def test_plans_of_a_gpt() -> None:
+    done = start("gpt_plans.py", "--regime", "weights", "--devices", "2")
+    assert done.returncode == 0, done.stderr
+    for line in ("blocks/up is cut (None, 'x')", "blocks/down is cut ('x',)"):  # as Megatron has it
+        assert line in done.stdout
+    first, last = re.findall(r"loss ([\d.]+) to ([\d.]+)", done.stdout)[0]
+    assert float(last) < float(first) / 4
+
+
 def test_an_mlp_in_two_modes() -> None:
     """All modes are in the tests of `px.parallel`."""
     found = [

@@ -274,5 +274,32 @@ def test_changes_count_all_or_not_at_all(changes: dict[str, Any]) -> None:
             read(after, key)
 
 
+NOT_OURS = {
+    "version": "says what was recorded",
+    "partial": "options that are set although another is wrong: here none is",
+    "partial_unknown": "the same",
+    "dataset_strategy_after_reset": "a reset that forgets something: ours is complete",
+    "full_batch_sets_dataset_strategy": "the same, after that reset",
+    "costmodel_default": "weights of bytes; `px.parallel.Hardware` has seconds",
+}
+"""Recorded answers that are not wanted here, and why."""
+
+
+def test_every_recorded_answer_is_compared_or_named() -> None:
+    compared = {"default", "set", "get", "keys", "cross", "layout", "set_positional"}
+    compared |= {f"dataset_strategy_{n}" for n in ("layout", "mixed", "interleaved")}
+    compared |= {"algo_default", "algo_set", "comm_fusion_reset"}
+    assert {row["kind"] for row in RECORDED} == compared | set(NOT_OURS)
+    assert len(RECORDED) == 292
+
+
+def test_fusion_is_reset() -> None:
+    (row,) = recorded("comm_fusion_reset")
+    set_auto_parallel_context(comm_fusion={"allreduce": {"mode": "size", "config": 32}})
+    assert get_auto_parallel_context("comm_fusion") == row["before"]
+    reset_auto_parallel_context()
+    assert get_auto_parallel_context("comm_fusion") == row["after"]
+
+
 def test_errors_are_public() -> None:
     assert {"InvalidKeyError", "InvalidOptionsError"} <= set(phalanx.errors.__all__)

@@ -304,6 +304,7 @@ def _alive(references: Sequence[weakref.ref[Variable]]) -> list[Variable] | None
 def _spread(used: traced_variables.VariableTrace, variables: Sequence[Variable]) -> None:
     """Say that a program runs where its variables are."""
     for variable in variables:
+        used.spans_workers |= getattr(variable, "spans_workers", False)  # one value, in parts
         if isinstance(variable, CopiedVariable):
             owner = variable.distribute_strategy
             devices = owner.extended._span or variable._devices

@@ -65,10 +65,11 @@ def gathers_again(
         ]
         return function(whole, *rest)
 
-    return jax.checkpoint(of_parts, policy=_is_kept)
+    return jax.checkpoint(of_parts, policy=keeps_no_gathers)
 
 
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+def keeps_no_gathers(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint`: whether a gradient may keep what the forward pass computed."""
     return primitive.name not in _MADE_AGAIN
 
 

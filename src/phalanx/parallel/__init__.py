@@ -4,6 +4,12 @@
 layout of all of its tensors, and proves that there is none cheaper by its model of costs.
 """
 
+from phalanx.parallel.algo_parameters import (
+    AlgoParameters,
+    get_algo_parameters,
+    reset_algo_parameters,
+    set_algo_parameters,
+)
 from phalanx.parallel.applying import apply
 from phalanx.parallel.auto_parallel import AutoParallel, ParallelMode
 from phalanx.parallel.context import (
@@ -34,9 +40,11 @@ from phalanx.parallel.plan import (
 from phalanx.parallel.running import value_and_grad
 from phalanx.parallel.searching import search
 from phalanx.parallel.sharding import shard
+from phalanx.parallel.spanning import all_devices
 from phalanx.parallel.strategy import AutoParallelStrategy
 
 __all__ = [
+    "AlgoParameters",
     "Alternative",
     "AutoParallel",
     "AutoParallelStrategy",
@@ -57,8 +65,10 @@ __all__ = [
     "Shardings",
     "TensorPlan",
     "Topology",
+    "all_devices",
     "apply",
     "fit",
+    "get_algo_parameters",
     "get_auto_parallel_context",
     "load_hardware",
     "load_mindspore_strategy",
@@ -67,9 +77,11 @@ __all__ = [
     "parallelize",
     "profile",
     "read_mindspore_strategy",
+    "reset_algo_parameters",
     "reset_auto_parallel_context",
     "save_hardware",
     "search",
+    "set_algo_parameters",
     "set_auto_parallel_context",
     "shard",
     "value_and_grad",

@@ -24,6 +24,9 @@ Table = npt.NDArray[np.float64]
 QUANTUM = 2.0**-44
 """The unit of time: costs are multiples of it, so that float64 adds them exactly in any order."""
 
+GATHERED = 0.5
+"""What a byte that is gathered costs in shared memory, relative to one that is summed."""
+
 TIE_PRICE = QUANTUM / 4096
 """Seconds per byte that are added so that the smallest of equally fast plans wins."""
 
@@ -53,12 +56,16 @@ class CollectiveOperation:
 
 def all_gather(link: Link, size: int, held: float) -> tuple[float, float]:
     """Bytes sent and seconds for each of `size` devices to get the `held` bytes of all others."""
+    if not link.ring:
+        return (size - 1) * held, link.alpha + link.beta * size * held * GATHERED
     return (size - 1) * held, (size - 1) * (link.alpha + link.beta * held)
 
 
 def reduce_scatter(link: Link, size: int, held: float) -> tuple[float, float]:
     """Bytes sent and seconds to sum `held` bytes over `size` devices and keep a piece on each."""
     part = held / size
+    if not link.ring:
+        return (size - 1) * part, link.alpha + link.beta * held
     return (size - 1) * part, (size - 1) * (link.alpha + link.beta * part)
 
 
@@ -79,10 +86,15 @@ def all_reduce(links: Sequence[Link], sizes: Sequence[int], held: float) -> tupl
     less.
     """
     sent = seconds = 0.0
+    if not any(link.ring for link in links):
+        slowest = max(links, key=lambda link: (link.beta, link.alpha))
+        size = prod(sizes)
+        return 2 * (size - 1) * held / size, slowest.alpha + slowest.beta * held
     for link, size in sorted(zip(links, sizes, strict=True), key=lambda pair: (pair[0].beta, pair[1])):
         part = held / size
         sent += 2 * (size - 1) * part
-        seconds += 2 * (size - 1) * (link.alpha + link.beta * part)
+        ring = 2 * (size - 1) * (link.alpha + link.beta * part)
+        seconds += ring if link.ring else link.alpha + link.beta * held
         held = part
     return sent, seconds
 

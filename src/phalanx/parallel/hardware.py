@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -121,13 +122,25 @@ PROFILES: Mapping[str, Hardware] = MappingProxyType(
         "CPU": Hardware(
             "CPU",
             Device(_rates(float32=1e11, float64=5e10, bfloat16=2e10), 1e10, 16e9),
-            Link(5e-5, 1 / 1e9),
+            Link(5e-5, 1 / 1e9, ring=False),
             Link(2e-4, 1 / 5e8),
             reduce_scatter=False,
         ),
     }
 )
 """The hardware that ships with Phalanx, with its makers' rates; `Device.efficiency` lowers them."""
+
+
+def topology_of(devices: Sequence[Any], hardware: Hardware) -> Topology:
+    """How devices are connected: within a process by the inner link, between processes by the outer.
+
+    Processes that have different numbers of them, or are not in order, are taken for one host.
+    """
+    counts = Counter(device.process_index for device in devices)
+    order = [device.process_index for device in devices]
+    if len(counts) > 1 and len(set(counts.values())) == 1 and order == sorted(order):
+        return Topology(len(counts), len(devices) // len(counts), hardware.inner, hardware.outer)
+    return hardware.topology(len(devices))
 
 
 def profile(name: str) -> Hardware:
@@ -177,6 +190,8 @@ class Measurements:
         all_reduces: pairs of (bytes, seconds) of all-reduces among `devices` devices.
         devices: how many devices took part.
         memory: the memory of one device, in bytes.
+        options: what else `Hardware` takes.
+        ring: whether devices send messages round a ring; see `Link`.
     """
 
     name: str
@@ -186,6 +201,7 @@ class Measurements:
     devices: int
     memory: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    ring: bool = True
 
 
 def fit(measured: Measurements) -> Hardware:
@@ -197,7 +213,10 @@ def fit(measured: Measurements) -> Hardware:
         raise InvalidValueError(f"An all-reduce needs two devices to be measured. Received: {n}.")
     sizes, seconds = _columns(measured.all_reduces)
     sent = [2 * (n - 1) / n * size for size in sizes]
-    link = fit_link(sent, seconds, messages=2 * (n - 1))
+    if measured.ring:
+        link = fit_link(sent, seconds, messages=2 * (n - 1))
+    else:
+        link = replace(fit_link(sizes, seconds), ring=False)
     return Hardware(measured.name, device, link, link, **measured.options)
 
 

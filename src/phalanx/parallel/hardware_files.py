@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ def save_hardware(hardware: Hardware, path: str | Path) -> None:
         "bandwidth": device.bandwidth,
         "memory": device.memory,
         "efficiency": device.efficiency,
-        "inner": [hardware.inner.alpha, hardware.inner.beta],
-        "outer": [hardware.outer.alpha, hardware.outer.beta],
+        "inner": list(astuple(hardware.inner)),
+        "outer": list(astuple(hardware.outer)),
         "devices_per_host": hardware.devices_per_host,
         "reduce_scatter": hardware.reduce_scatter,
         "all_to_all": hardware.all_to_all,

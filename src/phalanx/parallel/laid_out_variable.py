@@ -14,6 +14,7 @@ from phalanx.core.operators import operand_of
 from phalanx.core.values import DistributedValues
 from phalanx.core.variable_spec import InitialValue, VariableSpec
 from phalanx.core.variables import Variable
+from phalanx.parallel.spanning import placed, whole_value
 from phalanx.parallel.storing import made_in_parts
 from phalanx.runtime import compat
 
@@ -45,8 +46,17 @@ class LaidOutVariable(Variable):
         if compat.is_tracer(new):
             new = jax.lax.with_sharding_constraint(new, self._sharding)
         else:
-            new = jax.device_put(new, self._sharding)
+            new = placed(new, self._sharding)
         self._set(new)
+
+    @property
+    def spans_workers(self) -> bool:
+        """Whether other processes have parts of it."""
+        return not self._sharding.is_fully_addressable
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The value as a NumPy array; all workers that have a part of it must ask for it."""
+        return np.asarray(whole_value(self.read_value()))
 
 
 def initial_shape(initial: InitialValue) -> tuple[Any, InitialValue]:
@@ -91,4 +101,5 @@ def initial_parts(initial: InitialValue, sharding: NamedSharding) -> jax.Array:
         made: jax.Array = made_in_parts(typed, sharding)
         return made
     value = initial.array() if isinstance(initial.given, jax.Array) else initial.given
-    return jax.device_put(value, sharding)
+    found: jax.Array = placed(value, sharding)
+    return found

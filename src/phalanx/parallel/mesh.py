@@ -22,10 +22,13 @@ class Link:
     Args:
         alpha: the seconds that each message takes, however short it is.
         beta: the seconds per byte.
+        ring: whether collectives go round a ring, message by message. Devices that share memory, as
+            those of one CPU do, exchange all at once: then the number of devices hardly counts.
     """
 
     alpha: float
     beta: float
+    ring: bool = True
 
     def __post_init__(self) -> None:
         if not (self.alpha >= 0 and self.beta >= 0):
@@ -149,5 +152,6 @@ def meshes(topology: Topology, most: int = MAX_AXES) -> list[DeviceMesh]:
     for sizes in factorisations(topology.size, most):
         mesh = mesh_of(topology, sizes)
         axes = zip(mesh.sizes, mesh.links, strict=True)
-        found.setdefault(tuple(sorted((n, link.alpha, link.beta) for n, link in axes)), mesh)
+        kinds = sorted((n, link.alpha, link.beta, link.ring) for n, link in axes)
+        found.setdefault(tuple(kinds), mesh)
     return sorted(found.values(), key=lambda mesh: (len(mesh.sizes), mesh.sizes))

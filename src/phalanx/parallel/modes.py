@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from phalanx.collectives.packing import Packing
-from phalanx.collectives.sums_in_programs import reduce_over_replicas
-from phalanx.core.reduction import ReduceOp
-from phalanx.errors import InvalidValueError
 from phalanx.execution.throttle import token
-from phalanx.execution.variance import differing_marks
 from phalanx.parallel.options import ParallelOptions
-from phalanx.parallel.placing import Cuts, names_of, parts_of, specs_on
+from phalanx.parallel.placing import Cuts, names_of, specs_on
 from phalanx.parallel.planning import Planner, Seen, check_known, dataset_cuts
 from phalanx.parallel.running import ParallelRun, in_run
+from phalanx.parallel.spanning import spans_workers
 from phalanx.parallel.storing import Known, is_named, like, stored
 from phalanx.parallel.wide_sums import with_wide_sums
-from phalanx.runtime import compat
-from phalanx.runtime.placement import REPLICA_AXIS
 
-__all__ = ["ParallelProgram", "ParallelTask", "divided", "laid_out", "planned", "whole"]
+__all__ = [
+    "ParallelProgram",
+    "ParallelTask",
+    "given_layouts",
+    "laid_out",
+    "planned",
+    "whole",
+]
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def whole(
 
     def traced(*args: Any) -> Any:
         with in_run(run):
-            return function(*args), token(between_workers=False)
+            return function(*args), token(spans_workers(tuple(mesh.devices.flat)))
 
     def kept(spec: PartitionSpec, leaf: Any) -> PartitionSpec:
         return stored(spec, leaf, mesh, task.options)
@@ -134,7 +133,7 @@ def laid_out(
     """The layouts of the arguments in `semi_auto_parallel`: those that are given, and batches cut."""
     names, shapes, states = task.names(), task.shapes(), task.states()
     owned = [(n, s) for n, s, is_state in zip(names, shapes, states, strict=True) if is_state]
-    known = _given(mesh, owned, parameter_plan)
+    known = given_layouts(mesh, owned, parameter_plan)
     inputs = [i for i, is_state in enumerate(states) if not is_state]
     cuts = dataset_cuts(task.options, [f"input {i}" for i in range(len(inputs))])
     if cuts:
@@ -149,7 +148,7 @@ def laid_out(
     return specs, known
 
 
-def _given(
+def given_layouts(
     mesh: Mesh, owned: Sequence[tuple[str, tuple[int, ...]]], plan: Mapping[str, Cuts]
 ) -> dict[str, tuple[tuple[int, ...], PartitionSpec]]:
     """The layouts of parameters: those that are given, and whole for the rest."""
@@ -231,134 +230,3 @@ def _as_loss(task: ParallelTask, planner: Planner) -> Callable[..., Any]:
 
     laid_out.__name__ = getattr(task.function, "__name__", "function")
     return laid_out
-
-
-# -- programs of which each device has a part of the batch -----------------------------------------
-
-
-def divided(
-    task: ParallelTask, mesh: Mesh, layerwise: Mapping[str, PartitionSpec]
-) -> ParallelProgram | None:
-    """A program that each device runs on its part of the batch; None if the batch cannot be divided.
-
-    Args:
-        task: what is to run.
-        mesh: of the axis of replicas; the batch is cut along it.
-        layerwise: parameters of which each device has its own part, and how they are cut.
-    """
-    names, shapes, states = task.names(), task.shapes(), task.states()
-    owned = [(n, s) for n, s, is_state in zip(names, shapes, states, strict=True) if is_state]
-    known = _given(mesh, owned, layerwise)
-    specs = []
-    for name, shape, is_state in zip(names, shapes, states, strict=True):
-        if is_state:
-            specs.append(like(name, shape, known) or PartitionSpec())
-        elif not shape:
-            specs.append(PartitionSpec())
-        elif shape[0] % mesh.size:
-            return None
-        else:
-            specs.append(PartitionSpec(REPLICA_AXIS))
-    run = ParallelRun(mesh, task.options, divided=True, combines=True, layerwise=frozenset(layerwise))
-    local = _Local(task, run, specs, known)
-    differing = local.differing()
-    out_specs = [local.out_spec(i, i in differing) for i in range(len(local.names))]
-    structure = jax.tree.structure(task.args)
-    arguments = jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
-    mapped = local.mapped(out_specs, [i for i in differing if not local.shapes[i]])
-    return ParallelProgram(jax.jit(mapped, donate_argnums=task.donate), arguments, known)
-
-
-class _Local:
-    """What one device runs: its results, and which of them differ between devices."""
-
-    def __init__(
-        self, task: ParallelTask, run: ParallelRun, specs: Sequence[PartitionSpec], known: Known
-    ) -> None:
-        assert run.mesh is not None
-        self.task, self.run, self.specs, self.known = task, run, specs, known
-        self.mesh = run.mesh
-        self.names: list[str] = []
-        self.shapes: list[tuple[int, ...]] = []
-        self.structure: Any = None
-
-    def mapped(
-        self, out_specs: Sequence[PartitionSpec] | None, scalars: Sequence[int], mark: bool = False
-    ) -> Callable[..., Any]:
-        """The function of whole arguments, without layouts of results if they are not known yet."""
-
-        def local(*args: Any) -> Any:
-            function = self.task.function
-            if self.task.options.force_fp32_communication:
-                function = with_wide_sums(function)
-            with in_run(self.run):
-                results = function(*args)
-            leaves, self.structure = jax.tree.flatten(results)
-            leaves = [jnp.asarray(x) for x in leaves]
-            self.names, self.shapes = names_of(results), [x.shape for x in leaves]
-            if mark:
-                leaves = [compat.mark_same_on_all_replicas(x, str(i)) for i, x in enumerate(leaves)]
-            for i in scalars:
-                leaves[i] = _joined(self.task.options, leaves[i])
-            return leaves
-
-        structure = jax.tree.structure(self.task.args)
-
-        def program(*args: Any) -> Any:
-            leaves = jax.shard_map(
-                local,
-                mesh=self.mesh,
-                in_specs=jax.tree.unflatten(structure, list(self.specs)),
-                out_specs=PartitionSpec() if out_specs is None else list(out_specs),
-                check_vma=False,
-            )(*args)
-            return jax.tree.unflatten(self.structure, leaves), token(between_workers=False)
-
-        program.__name__ = getattr(self.task.function, "__name__", "program")
-        return program
-
-    def differing(self) -> list[int]:
-        """The numbers of the results that may differ between devices."""
-        closed, _ = compat.jaxpr_and_result(self.mapped(None, (), mark=True), *self.task.args)
-        marks, hazards = differing_marks(closed.jaxpr)
-        if hazards:
-            raise InvalidValueError(
-                f"The program communicates inside {hazards[0]} whose condition may differ between "
-                "devices, so some would wait for others forever. Communicate outside of it. "
-                f"Received: {getattr(self.task.function, '__name__', self.task.function)}"
-            )
-        return [int(mark) for mark in marks]
-
-    def out_spec(self, number: int, differs: bool) -> PartitionSpec:
-        """The layout of a result: one for all, or the parts of the devices one after the other."""
-        name, shape = self.names[number], self.shapes[number]
-        own = {n: (self._part(s, spec), spec) for n, (s, spec) in self.known.items()}
-        found = like(name, shape, own)
-        if found is not None and any(found):
-            return found
-        if not differs or not shape:
-            return PartitionSpec()
-        if found is not None and _is_state(name, self.known):
-            raise InvalidValueError(
-                "The state that the step returns would differ between devices, because it is computed "
-                "from the gradients of one device. Use px.parallel.value_and_grad in place of "
-                f"jax.value_and_grad, or sum over the axis {REPLICA_AXIS!r}. Received: result {name!r}"
-            )
-        return PartitionSpec(REPLICA_AXIS)
-
-    def _part(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
-        counts = [parts_of(e, self.mesh) for e in spec]
-        counts += [1] * (len(shape) - len(counts))
-        return tuple(n // c for n, c in zip(shape, counts, strict=True))
-
-
-def _is_state(name: str, known: Known) -> bool:
-    """Whether the name of a result is that of a parameter at the top, or in a tuple."""
-    plain = re.sub(r"^\d+/?", "", name)
-    return name in known or plain in known
-
-
-def _joined(options: ParallelOptions, x: jax.Array) -> jax.Array:
-    """A number of all devices from that of each: their mean or sum, as for gradients."""
-    op = ReduceOp.MEAN if options.gradients_mean else ReduceOp.SUM
-    return reduce_over_replicas(op, [x], Packing())[0]

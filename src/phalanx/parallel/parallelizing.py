@@ -11,16 +11,26 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from phalanx.errors import InvalidOptionsError, InvalidTypeError, InvalidValueError, UnsupportedError
-from phalanx.execution.throttle import THROTTLE
 from phalanx.parallel import layout_files, modes
+from phalanx.parallel.arrays_of import dtype_of, is_array, with_others
 from phalanx.parallel.combinations import check_together
 from phalanx.parallel.context import current_options
+from phalanx.parallel.divided import divided, kept_mesh
 from phalanx.parallel.hardware import Hardware
 from phalanx.parallel.options import AUTO_MODES, ParallelOptions, changed
 from phalanx.parallel.placing import Cuts, factored_mesh, mesh_for, names_of
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import Planner
 from phalanx.parallel.running import ParallelRun, value_and_grad
+from phalanx.parallel.spanning import (
+    all_devices,
+    check_same,
+    dispatched,
+    fingerprint,
+    from_first_device,
+    placed,
+    spans_workers,
+)
 from phalanx.parallel.storing import Known, made_in_parts
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, default_devices, resolve_devices
@@ -91,6 +101,11 @@ def set_up(
             "The mesh has another number of devices than device_num says. "
             f"Received: a mesh of {mesh.size} devices, device_num={options.device_num}"
         )
+    if spans_workers(chosen) and len({d.process_index for d in chosen}) < jax.process_count():
+        raise InvalidOptionsError(
+            "All workers must take part, each with a device. "
+            f"Received: {len(chosen)} devices of {len(available)}, on {jax.process_count()} workers"
+        )
     _check_mode(options.parallel_mode, parameter_plan, layerwise_parallel, plan)
     cuts = dict(parameter_plan or {})
     given = Plan.load(plan) if isinstance(plan, str) else plan
@@ -115,15 +130,12 @@ def _available(
     options: ParallelOptions, devices: Sequence[DeviceLike] | None, mesh: Mesh | None
 ) -> tuple[jax.Device, ...]:
     if mesh is not None:
-        found = tuple(mesh.devices.flat)
-    else:
-        found = default_devices() if devices is None else resolve_devices(devices)
-    if any(device.process_index != jax.process_index() for device in found):
-        raise UnsupportedError(
-            "These programs run on the devices of one process. Use px.MultiWorkerMirroredStrategy for "
-            f"several. Received: devices of other processes among {len(found)}"
-        )
-    return found
+        return tuple(mesh.devices.flat)
+    if devices is not None:
+        if all(isinstance(device, jax.Device) for device in devices):
+            return tuple(devices)  # perhaps of several processes
+        return resolve_devices(devices)
+    return default_devices() if options.parallel_mode == "stand_alone" else all_devices()
 
 
 _PIPELINE = (
@@ -139,11 +151,6 @@ _ELSEWHERE = {
         _PIPELINE,
         "Programs cannot be cut into the stages of a pipeline yet; auto_parallel cuts within operators",
     ),
-    **dict.fromkeys(
-        ("dump_local_norm", "dump_device_local_norm"),
-        "Norms of local gradients are not told by these programs",
-    ),
-    "loss_repeated_mean": "Gradients that count repeated losses several times are not made here",
 }
 """Options that no program of this module acts on, and why."""
 
@@ -157,12 +164,6 @@ def _check_acting(options: ParallelOptions) -> None:
                 f"{reason}. Leave the option at {getattr(default, name)!r}. "
                 f"Received: {name}={getattr(options, name)!r}"
             )
-    divided = options.parallel_mode in ("data_parallel", "hybrid_parallel")
-    if options.enable_parallel_optimizer and divided:
-        raise UnsupportedError(
-            "Programs of functions keep the state in parts in semi_auto_parallel and auto_parallel. "
-            f"Received: enable_parallel_optimizer=True in {options.parallel_mode}"
-        )
 
 
 def _check_mode(mode: str, parameter_plan: Any, layerwise: Any, plan: Any) -> None:
@@ -283,6 +284,7 @@ class Parallelized:
         self._donated = donated
         self._programs: dict[Any, modes.ParallelProgram] = {}
         self._planner = setup.planner()
+        self._has_state = False
         self._first = self._program(example_args, False)
         self._shapes = jax.eval_shape(lambda *x: x, *self._parts(example_args)[0])
         self._write_files()
@@ -327,7 +329,7 @@ class Parallelized:
 
     def place(self, *args: Any) -> Any:
         """All arguments on the devices, each part where it is needed."""
-        return jax.device_put(self._parts(args)[0], self._program(args, False).arguments)
+        return placed(self._parts(args)[0], self._program(args, False).arguments)
 
     def create(self, make: Callable[..., Any], *args: Any, argument: int | None = None) -> Any:
         """Make a state on the devices; each makes its own part, so the whole need not fit one.
@@ -346,7 +348,7 @@ class Parallelized:
                 f"argument is {jax.tree.structure(shardings)}"
             )
         if not self._setup.options.init_param_in_compile:
-            return jax.device_put(make(*args), shardings)
+            return placed(make(*args), shardings)
         return made_in_parts(make, shardings, *args)
 
     def held(self, value: Any, rank: int | None = None) -> Any:
@@ -400,22 +402,40 @@ class Parallelized:
 
     def _run(self, args: tuple[Any, ...], differentiated: bool) -> Any:
         program = self._program(args, differentiated)
-        placed = jax.device_put(self._parts(args)[0], program.arguments)
+        arrays = self._parts(args)[0]
         if compat.is_staging():  # as a part of a larger program
-            return program.call(*placed)[0]
-        return THROTTLE.dispatch(program.call, *placed)
+            return program.call(*jax.device_put(arrays, program.arguments))[0]
+        arrays = list(self._first_state(arrays, program))
+        return dispatched(
+            program.call, arrays, self._setup.devices, getattr(self._function, "__name__", "function")
+        )
+
+    def _first_state(self, arrays: Sequence[Any], program: modes.ParallelProgram) -> Sequence[Any]:
+        """Arguments on the devices; of the first call, with a state that all workers have."""
+        if self._has_state:
+            return placed(arrays, program.arguments)
+        self._has_state = True
+        state = {i: arrays[i] for i in self._parameters}
+        broadcast = self._setup.options.parameter_broadcast
+        if spans_workers(self._setup.devices) and not broadcast:
+            check_same("state", fingerprint(state), "Set parameter_broadcast=True, or the same seed.")
+        found = list(placed(arrays, program.arguments))
+        if broadcast:
+            for i in state:
+                found[i] = from_first_device(found[i])
+        return found
 
     def _parts(self, args: tuple[Any, ...]) -> tuple[Any, Any]:
         """The arrays of arguments, and everything else, which programs have in them."""
-        arrays = jax.tree.map(lambda x: x if _is_array(x) else None, args)
-        others = jax.tree.map(lambda x: None if _is_array(x) else x, args)
+        arrays = jax.tree.map(lambda x: x if is_array(x) else None, args)
+        others = jax.tree.map(lambda x: None if is_array(x) else x, args)
         return arrays, others
 
     def _program(self, args: tuple[Any, ...], differentiated: bool) -> modes.ParallelProgram:
         arrays, others = self._parts(args)
         leaves, structure = jax.tree.flatten(arrays)
         statics = tuple(jax.tree.leaves(others))
-        shapes = tuple((np.shape(x), jax.dtypes.canonicalize_dtype(_dtype(x))) for x in leaves)
+        shapes = tuple((np.shape(x), jax.dtypes.canonicalize_dtype(dtype_of(x))) for x in leaves)
         key = (differentiated, structure, shapes, statics)
         if key not in self._programs:
             abstract = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*s) for s in shapes])
@@ -423,7 +443,7 @@ class Parallelized:
         return self._programs[key]
 
     def _build(self, arrays: Any, others: Any, differentiated: bool) -> modes.ParallelProgram:
-        function = _with_others(self._function, others)
+        function = with_others(self._function, others)
         numbers: Any = self._parameters[0] if len(self._parameters) == 1 else self._parameters
         if differentiated:
             function = value_and_grad(function, numbers)
@@ -432,28 +452,13 @@ class Parallelized:
         return _build_in_mode(task, self._setup, self._planner)
 
 
-def _with_others(function: Callable[..., Any], others: Any) -> Callable[..., Any]:
-    """A function of arrays alone, from one that also takes other things."""
-    if not jax.tree.leaves(others):
-        return function
-
-    def complete(*arrays: Any) -> Any:
-        def merged(array: Any, other: Any) -> Any:
-            return other if array is None else array
-
-        return function(*jax.tree.map(merged, arrays, others, is_leaf=lambda x: x is None))
-
-    complete.__name__ = getattr(function, "__name__", "function")
-    return complete
-
-
 def _build_in_mode(task: modes.ParallelTask, setup: Setup, planner: Planner) -> modes.ParallelProgram:
     mode = setup.options.parallel_mode
     if mode == "auto_parallel":
         return modes.planned(task, planner)
     if mode in ("data_parallel", "hybrid_parallel"):
         mesh = replica_mesh(setup.devices)
-        found = modes.divided(task, mesh, setup.layerwise)
+        found = divided(task, mesh, setup.layerwise)
         if found is not None:
             return found
         if mode == "hybrid_parallel":
@@ -464,17 +469,8 @@ def _build_in_mode(task: modes.ParallelTask, setup: Setup, planner: Planner) -> 
         specs = [PartitionSpec()] * len(task.shapes())
         pairs = zip(task.names(), task.shapes(), strict=True)
         whole = {name: (shape, PartitionSpec()) for name, shape in pairs}
-        return modes.whole(task, ParallelRun(mesh, task.options), specs, whole)
+        kept = kept_mesh(mesh, task.options)
+        return modes.whole(task, ParallelRun(kept, task.options), specs, whole)
     mesh = factored_mesh(setup.devices) if setup.mesh is None else setup.mesh
     specs, known = modes.laid_out(task, mesh, setup.parameter_plan)
     return modes.whole(task, ParallelRun(mesh, task.options), specs, known)
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic | float | int | complex | bool) or (
-        hasattr(x, "shape") and hasattr(x, "dtype")
-    )
-
-
-def _dtype(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else np.result_type(type(x))

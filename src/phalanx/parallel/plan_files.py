@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
@@ -36,7 +37,7 @@ def to_data(plan: Plan) -> dict[str, Any]:
         "mesh": {
             "names": list(plan.mesh.names),
             "sizes": list(plan.mesh.sizes),
-            "links": [[link.alpha, link.beta] for link in plan.mesh.links],
+            "links": [list(astuple(link)) for link in plan.mesh.links],
         },
         "hardware": plan.hardware,
         "mode": plan.mode,

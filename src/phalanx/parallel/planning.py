@@ -13,12 +13,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from phalanx.errors import InvalidValueError
 from phalanx.parallel.applying import apply
-from phalanx.parallel.hardware import Hardware
+from phalanx.parallel.hardware import Hardware, topology_of
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import Cuts, names_of, specs_on
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.reading import read
 from phalanx.parallel.searching import search, searched_hardware
+from phalanx.parallel.spanning import agree_on_plan
 from phalanx.parallel.storing import is_named
 from phalanx.parallel.tracing import Traced, trace
 
@@ -130,6 +131,7 @@ class Planner:
                 self.known[fingerprint] = given
             else:
                 self.known[fingerprint] = self._searched(program)
+            agree_on_plan(self.known[fingerprint], self.devices)
         return self.known[fingerprint]
 
     def _searched(self, program: _Program) -> Plan:
@@ -137,7 +139,7 @@ class Planner:
         mode = "sharding_propagation" if options.sharding_propagation else options.search_mode
         hardware = searched_hardware(self.hardware).replace(all_to_all=options.enable_alltoall)
         before = self.first or self.given
-        where: Any = len(self.devices) if self.mesh is None else self.mesh
+        where: Any = topology_of(self.devices, hardware) if self.mesh is None else self.mesh
         if before is not None and self.mesh is None:
             where = before.mesh
         return search(

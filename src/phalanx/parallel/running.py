@@ -15,18 +15,22 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from phalanx.collectives.packing import TOGETHER, UNPACKED, Packing
-from phalanx.collectives.sums_in_programs import reduce_over_replicas
 from phalanx.core.reduction import ReduceOp, divide
-from phalanx.errors import InvalidTypeError
+from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.parallel.communication import combination, communication_of
+from phalanx.parallel.context import current_options
+from phalanx.parallel.local_norms import tell_norms, tell_norms_of_parts
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import names_of
+from phalanx.parallel.sliced_steps import SlicedStep
 from phalanx.parallel.storing import Known, like, stored
-from phalanx.parallel.wide_sums import is_narrow
+from phalanx.parallel.wide_sums import is_narrow, with_wide_gradients
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.numbers import check_integer
 from phalanx.runtime.placement import REPLICA_AXIS
+from phalanx.train.accumulate import accumulated
 
 __all__ = ["LaysOut", "ParallelRun", "combined", "current_run", "in_run", "value_and_grad"]
 
@@ -51,6 +55,7 @@ class ParallelRun:
         combines: whether `value_and_grad` combines what the devices have; it does once, at the outside.
         layerwise: the names of parameters of which each device has its own part.
         planner: who lays out losses, in a mode that searches.
+        slices: who computes losses, where each device has a part of the state.
         known: the layouts of parameters, in a mode that sees whole arrays.
     """
 
@@ -60,6 +65,7 @@ class ParallelRun:
     combines: bool = False
     layerwise: frozenset[str] = frozenset()
     planner: LaysOut | None = None
+    slices: SlicedStep | None = None
     known: Known = field(default_factory=dict)
 
 
@@ -84,7 +90,10 @@ def in_run(run: ParallelRun | None) -> Iterator[None]:
 
 
 def value_and_grad(
-    loss: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    loss: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    micro_batches: int = 1,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for steps that run in any mode.
 
@@ -97,6 +106,9 @@ def value_and_grad(
         loss: a function of parameters and a batch.
         argnums: which of its arguments are parameters.
         has_aux: whether it returns a pair, of which the second is not differentiated.
+        micro_batches: into how many pieces the batch is cut; one after the other is computed, which
+            needs less memory. Their losses and gradients are summed, or averaged if ``gradients_mean``
+            is set.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -105,27 +117,130 @@ def value_and_grad(
     """
     if not callable(loss):
         raise InvalidTypeError(f"loss must be a function. Received: {shown(loss)}")
+    check_integer(micro_batches, "micro_batches", 1, 2**31 - 1)
+    if has_aux and micro_batches > 1:
+        raise InvalidValueError(
+            "A batch in pieces gives one loss and one gradient, and further results of each piece, "
+            f"which cannot be combined. Received: has_aux=True and micro_batches={micro_batches}"
+        )
 
     def differentiated(*args: Any) -> Any:
         run = current_run()
+        numbers = sorted({i % len(args) for i in ((argnums,) if isinstance(argnums, int) else argnums)})
+        if run is not None and run.slices is not None:
+            return _requested(run, loss, args, argnums, numbers, micro_batches)
         function = loss
         if run is not None and run.planner is not None:
-            function = run.planner.laid_out(loss, args, argnums)
+            function = run.planner.laid_out(loss, _first_piece(args, numbers, micro_batches), argnums)
         if run is not None and run.known and run.options.optimizer_level == "level3":
             function = _gathering_again(function, argnums, run)
+        options = current_options() if run is None else run.options
+        gradient = jax.value_and_grad(function, argnums, has_aux)
+        if options.gradient_fp32_sync and run is not None and not run.combines:
+            gradient = with_wide_gradients(gradient)
         with in_run(None if run is None else replace(run, combines=False, planner=None)):
-            value, gradients = jax.value_and_grad(function, argnums, has_aux)(*args)
+            if micro_batches == 1:
+                value, gradients = gradient(*args)
+            else:
+                value, gradients = _in_pieces(gradient, args, numbers, micro_batches, run)
+                if options.gradients_mean:
+                    value, gradients = jax.tree.map(
+                        lambda x: divide(x, micro_batches), (value, gradients)
+                    )
         if run is None:
             return value, gradients
         names = _names(gradients, argnums)
         if not run.combines:
-            return value, _cut(gradients, names, run)
+            return value, _finished(gradients, names, run)
         total, aux = value if has_aux else (value, None)
         own = [name in run.layerwise for name in names]
+        tell_norms(run.options, list(zip(names, jax.tree.leaves(gradients), strict=True)))
         total, gradients = combined(run.options, total, gradients, own)
         return ((total, aux) if has_aux else total), gradients
 
     return differentiated
+
+
+def _requested(
+    run: ParallelRun,
+    loss: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: int | Sequence[int],
+    numbers: Sequence[int],
+    micro_batches: int,
+) -> Any:
+    """The same, where each device has a part of the state."""
+    assert run.slices is not None
+    nest = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+    inner = replace(run, combines=False, slices=None)
+
+    def traced(*args: Any) -> Any:
+        with in_run(inner):
+            return loss(*args)
+
+    names = [name for i in numbers for name in names_of(args[i])]
+    value, gradients = run.slices.request(traced, args, numbers, names, micro_batches)
+    if isinstance(argnums, int):
+        return value, jax.tree.unflatten(jax.tree.structure(nest), gradients)
+    counts = [len(jax.tree.leaves(args[i])) for i in numbers]
+    starts = dict(zip(numbers, itertools.accumulate(counts, initial=0), strict=False))
+    chosen = [
+        jax.tree.unflatten(
+            jax.tree.structure(args[i % len(args)]),
+            gradients[starts[i % len(args)] :][: len(jax.tree.leaves(args[i % len(args)]))],
+        )
+        for i in argnums
+    ]
+    return value, tuple(chosen)
+
+
+def _first_piece(args: Sequence[Any], numbers: Sequence[int], pieces: int) -> Sequence[Any]:
+    """The arguments of a loss, with the first piece of a batch."""
+    if pieces == 1:
+        return args
+    return [
+        arg if i in numbers else jax.tree.map(lambda x: x[: x.shape[0] // pieces], arg)
+        for i, arg in enumerate(args)
+    ]
+
+
+def _in_pieces(
+    gradient: Callable[..., Any],
+    args: Sequence[Any],
+    numbers: Sequence[int],
+    pieces: int,
+    run: ParallelRun | None,
+) -> Any:
+    """The sums of the losses and gradients of the pieces of a batch."""
+    batch = {i: arg for i, arg in enumerate(args) if i not in numbers}
+
+    def piece(*part: Any) -> Any:
+        known = dict(zip(batch, part, strict=True))
+        return gradient(*(known.get(i, arg) for i, arg in enumerate(args)))
+
+    def cut(gradients: Any) -> Any:
+        assert run is not None
+        return _cut(gradients, names_of(gradients), run, always=True)
+
+    early = run is not None and bool(run.known) and bool(run.options.gradient_accumulation_shard)
+    return accumulated(piece, tuple(batch.values()), pieces, *([cut] if early else []))
+
+
+def _finished(gradients: Any, names: Sequence[str], run: ParallelRun) -> Any:
+    """Gradients of a program that sees whole arrays, as its options say."""
+    options, mesh = run.options, run.mesh
+    if mesh is not None and not options.loss_repeated_mean:
+        # Every device has the loss, and each counts it.
+        gradients = jax.tree.map(lambda g: g * mesh.size, gradients)
+    gradients = _cut(gradients, names, run)
+    if mesh is not None:
+        leaves = jax.tree.leaves(gradients)
+        specs = [
+            like(name, x.shape, run.known) or PartitionSpec()
+            for name, x in zip(names, leaves, strict=True)
+        ]
+        tell_norms_of_parts(options, list(zip(names, leaves, strict=True)), specs, mesh)
+    return gradients
 
 
 def _names(nest: Any, argnums: int | Sequence[int]) -> list[str]:
@@ -134,10 +249,11 @@ def _names(nest: Any, argnums: int | Sequence[int]) -> list[str]:
     return names if isinstance(argnums, int) else [n.partition("/")[2] or n for n in names]
 
 
-def _cut(gradients: Any, names: Sequence[str], run: ParallelRun) -> Any:
+def _cut(gradients: Any, names: Sequence[str], run: ParallelRun, always: bool = False) -> Any:
     """Gradients in the parts in which the parameters are kept, if the optimizer's level says so."""
     options = run.options
-    if not options.enable_parallel_optimizer or options.optimizer_level in (None, "level1"):
+    is_whole = options.optimizer_level in (None, "level1") and not always
+    if not options.enable_parallel_optimizer or is_whole:
         return gradients
     leaves, structure = jax.tree.flatten(gradients)
     found = [_constrained(g, n, run, is_stored=True) for g, n in zip(leaves, names, strict=True)]
@@ -188,47 +304,19 @@ def combined(
 
     Args:
         options: that are in force.
-        value: of the loss.
+        value: of the loss, which travels with the last gradients.
         gradients: as a nest.
         own: which of them belong to parameters of which each device has its own part.
     """
     leaves, structure = jax.tree.flatten(gradients)
-    op = ReduceOp.MEAN if options.gradients_mean else ReduceOp.SUM
+    op, value = combination(options), jnp.asarray(value)
     shared = [i for i, is_own in enumerate(own) if not is_own]
-    given = [_wide(value), *(_wide(leaves[i]) for i in shared)]
-    summed = _summed(options, op, given)
+    wide = value.astype(jnp.float32) if is_narrow(value) else value
+    *sums, total = communication_of(options).summed(op, [*(leaves[i] for i in shared), wide])
     found = list(leaves)
-    for i, x in zip(shared, summed[1:], strict=True):
-        found[i] = x.astype(leaves[i].dtype)
+    for i, x in zip(shared, sums, strict=True):
+        found[i] = x
     if op is ReduceOp.MEAN:
         count = lax.axis_size(REPLICA_AXIS)
         found = [divide(x, count) if is_own else x for x, is_own in zip(found, own, strict=True)]
-    return summed[0].astype(jnp.asarray(value).dtype), jax.tree.unflatten(structure, found)
-
-
-def _summed(options: ParallelOptions, op: ReduceOp, xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The loss and gradients of all devices, in as many messages as the options of fusion say.
-
-    By default small ones travel together, which is fastest.
-    """
-    fusion = options.comm_fusion
-    chosen = fusion["allreduce"]
-    ends = options.all_reduce_fusion_config
-    if not fusion["openstate"]:
-        return reduce_over_replicas(op, xs, UNPACKED)
-    if chosen["mode"] == "index":
-        ends = tuple(chosen["config"])
-    if ends:  # of packs of gradients, the first of which has the loss too
-        bounds = [0, *(end + 2 for end in ends if end + 2 < len(xs)), len(xs)]
-        packs = [xs[a:b] for a, b in itertools.pairwise(bounds)]
-        return [x for pack in packs for x in reduce_over_replicas(op, pack, TOGETHER)]
-    if chosen["mode"] == "size":
-        size = chosen["config"] << 20
-        return reduce_over_replicas(op, xs, Packing(bytes_per_pack=size) if size else UNPACKED)
-    return reduce_over_replicas(op, xs, Packing())
-
-
-def _wide(x: Any) -> jax.Array:
-    """What is summed: 16-bit numbers lose too much in sums."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.float32) if is_narrow(x) else x
+    return total.astype(value.dtype), jax.tree.unflatten(structure, found)

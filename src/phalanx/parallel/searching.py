@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.errors import InvalidTypeError, InvalidValueError, NotFoundError, ResourceExhaustedError
 from phalanx.parallel import building
+from phalanx.parallel.algo_parameters import AlgoParameters, current_algo_parameters
 from phalanx.parallel.graph import Graph
-from phalanx.parallel.hardware import Hardware, profile
+from phalanx.parallel.hardware import Hardware, profile, topology_of
 from phalanx.parallel.layout import Layout, from_spec
 from phalanx.parallel.mesh import DeviceMesh, Topology, mesh_of, meshes
 from phalanx.parallel.plan import Plan, RunnerUp
@@ -106,6 +107,7 @@ def search(
         MODES[mode],
         pins,
         None if time_limit is None else start + time_limit,
+        current_algo_parameters(),
     )
     return task.best(candidates)
 
@@ -136,15 +138,16 @@ def _meshes(devices: Devices, hardware: Hardware) -> list[DeviceMesh]:
         return [devices.without_single()]
     if isinstance(devices, Mesh):
         sizes = {name: size for name, size in dict(devices.shape).items() if size > 1}
-        return [mesh_of(hardware.topology(devices.size), list(sizes.values()), list(sizes))]
+        topology = topology_of(tuple(devices.devices.flat), hardware)
+        return [mesh_of(topology, list(sizes.values()), list(sizes))]
     if isinstance(devices, Topology):
         return meshes(devices)
-    count = (
-        jax.device_count() if devices is None else devices if isinstance(devices, int) else len(devices)
-    )
+    given = None if devices is None or isinstance(devices, int) else tuple(devices)
+    count: Any = jax.device_count() if devices is None else devices
+    count = count if given is None else len(given)
     if isinstance(count, bool) or count < 1:
         raise InvalidValueError(f"At least one device is needed. Received: devices={devices!r}.")
-    return meshes(hardware.topology(count))
+    return meshes(hardware.topology(count) if given is None else topology_of(given, hardware))
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,7 @@ class _Task:
     mode: str
     pins: Mapping[str, Any] | Plan | None
     deadline: float | None
+    algorithm: AlgoParameters
 
     def best(self, candidates: Sequence[DeviceMesh]) -> Plan:
         """The best plan on any of the meshes."""
@@ -194,13 +198,16 @@ class _Task:
         now = time.monotonic()
         deadline = None if self.deadline is None else now + max(0.0, self.deadline - now) / left
         layouts, notes = self._layouts(mesh)
-        tables = Tables(self.graph, mesh, self.hardware, self.accounting, layouts)
+        tables = Tables(self.graph, mesh, self.hardware, self.accounting, layouts, self.algorithm)
         self._check_pins(tables)
+        notes = (*notes, *self._left_out())
         room = self.budget - self.graph.constants
         if self.mode == "exact":
             solution = solve_within(tables.problem, room, deadline=deadline)
             if isinstance(solution, Smallest):
                 raise self._too_large(tables, solution)
+            if self.algorithm.enable_algo_approxi:  # what was left out may be cheaper
+                solution = replace(solution, bound=0.0)
             return _Found(tables, solution, notes)
         if self.mode == "sharding_propagation":
             solution = solve_by_propagation(tables.problem, layouts)
@@ -218,6 +225,15 @@ class _Task:
             solution.values, solution.cost, solution.bytes, min(exact.bound, solution.cost)
         )
         return _Found(tables, bounded, notes)
+
+    def _left_out(self) -> list[str]:
+        """What `set_algo_parameters` has kept the search from looking at."""
+        changed = [
+            f"{f.name}={getattr(self.algorithm, f.name)}"
+            for f in fields(AlgoParameters)
+            if getattr(self.algorithm, f.name) is True
+        ]
+        return [f"Some strategies were left out by {', '.join(changed)}."] if changed else []
 
     def _loops(self, tables: Tables) -> list[list[Layout]]:
         return [

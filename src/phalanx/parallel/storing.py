@@ -14,9 +14,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from phalanx.execution.throttle import THROTTLE, token
+from phalanx.execution.throttle import token
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import parts_of
+from phalanx.parallel.spanning import dispatched, spans_workers
 
 __all__ = ["Known", "is_named", "like", "made_in_parts", "stored"]
 
@@ -100,8 +101,10 @@ def made_in_parts(make: Callable[..., Any], shardings: Any, *args: Any) -> Any:
         shardings: a nest like it.
         *args: of `make`.
     """
+    devices = tuple(jax.tree.leaves(shardings)[0].mesh.devices.flat)
 
     def program(*args: Any) -> Any:
-        return make(*args), token(between_workers=False)
+        return make(*args), token(between_workers=spans_workers(devices))
 
-    return THROTTLE.dispatch(jax.jit(program, out_shardings=(shardings, None)), *args)
+    name = getattr(make, "__name__", "that makes a state")
+    return dispatched(jax.jit(program, out_shardings=(shardings, None)), args, devices, name)

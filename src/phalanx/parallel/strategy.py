@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from phalanx.core import context as ctx
 from phalanx.core.reduction import ReduceOp
@@ -28,6 +29,7 @@ from phalanx.parallel.placing import Cuts, factored_mesh, fitting, specs_on
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import dataset_cuts
 from phalanx.parallel.running import ParallelRun, in_run
+from phalanx.parallel.spanning import all_devices, placed
 from phalanx.parallel.storing import is_named, stored
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, device_name
@@ -54,6 +56,8 @@ class AutoParallelStrategy(Strategy):
         hardware: what the devices can do; see `px.parallel.search`.
         memory: the bytes that each device may hold; see `px.parallel.search`.
         time_limit: the seconds that a search may take.
+        cluster_resolver: finds the workers whose devices are used, if none are given; by default the
+            environment variable TF_CONFIG, which `phalanx run` sets. All run the same program.
         **options: MindSpore's options by their names, in place of those of the context.
 
     Examples:
@@ -78,6 +82,7 @@ class AutoParallelStrategy(Strategy):
         hardware: Hardware | str | None = None,
         memory: float | None = None,
         time_limit: float | None = None,
+        cluster_resolver: ClusterResolver | None = None,
         **options: Any,
     ) -> None:
         wanted = changed(current_options(), options)
@@ -90,6 +95,8 @@ class AutoParallelStrategy(Strategy):
                 f"all modes. Received: parallel_mode={wanted.parallel_mode!r}"
             )
         limits = {"memory": memory, "time_limit": time_limit}
+        if devices is None and mesh is None:
+            devices = all_devices(cluster_resolver)
         setup = set_up(wanted, devices, mesh, parameter_plan, (), plan, hardware, **limits)
         super().__init__(AutoParallelExtended(self, setup))
 
@@ -163,12 +170,14 @@ class AutoParallelExtended(DistributesInput):
 
     @property
     def _replica_devices(self) -> tuple[jax.Device]:
-        return (self._mesh.devices.flat[0],)
+        here = jax.process_index()
+        return (next(d for d in self._mesh.devices.flat if d.process_index == here),)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The devices that compute, as canonical device strings."""
-        return tuple(device_name(d) for d in self._mesh.devices.flat)
+        """The devices of this process that compute, as canonical device strings."""
+        here = jax.process_index()
+        return tuple(device_name(d) for d in self._mesh.devices.flat if d.process_index == here)
 
     @property
     def _communicator(self) -> CrossDeviceOps:
@@ -261,6 +270,7 @@ class AutoParallelExtended(DistributesInput):
                 spec = fitting(mesh, planned[number].spec, rows.shape, planned[number].name)
             else:
                 spec = batch_spec(rows.shape, mesh)
-            return jax.device_put(rows, NamedSharding(mesh, spec))
+            found: jax.Array = placed(rows, NamedSharding(mesh, spec))
+            return found
 
         return place

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.parallel.algo_parameters import AlgoParameters
 from phalanx.parallel.cost import TIE_PRICE, CollectiveOperation, Resharding, Table, quantised
 from phalanx.parallel.graph import INPUT, PARAMETER, Edge, Graph, GraphNode
 from phalanx.parallel.hardware import Hardware
@@ -15,6 +16,9 @@ from phalanx.parallel.layout import Layout, pieces, summed
 from phalanx.parallel.mesh import DeviceMesh
 from phalanx.parallel.operators.base import Spec, Strategies, strategies
 from phalanx.parallel.search.problem import Problem
+
+_NOT_FOLLOWING = 16.0
+"""Seconds that no plan has to spare: what is forbidden, unless nothing else is possible."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Tables:
         hardware: what they can do.
         accounting: what else a step costs.
         pins: for nodes whose layout is given, the layout of their first result.
+        algorithm: which strategies are looked at; all by default.
     """
 
     def __init__(
@@ -56,15 +61,17 @@ class Tables:
         hardware: Hardware,
         accounting: Accounting,
         pins: Mapping[int, Layout],
+        algorithm: AlgoParameters | None = None,
     ) -> None:
         self.graph, self.mesh, self.hardware, self.accounting = graph, mesh, hardware, accounting
+        self.algorithm = algorithm or AlgoParameters()
         self._reshardings: dict[tuple[Any, float], Resharding] = {}
         self._unary: dict[Any, tuple[Table, Table, Table]] = {}
         self._numbers: dict[Any, np.ndarray[Any, Any]] = {}
         self._pairs: dict[Any, Table] = {}
         self.strategies: list[Strategies] = [strategies(n.operator, mesh.sizes) for n in graph.nodes]
         self.allowed: list[tuple[int, ...] | None] = [
-            self._pinned(number, pins[number]) if number in pins else None
+            self._pinned(number, pins[number]) if number in pins else self._looked_at(number)
             for number in range(len(graph.nodes))
         ]
         self.problem = self._problem()
@@ -74,6 +81,15 @@ class Tables:
         if not results:
             return tuple(range(len(self.strategies[number])))
         return tuple(s for s, found in enumerate(results[0]) if summed(found) == layout)
+
+    def _looked_at(self, number: int) -> tuple[int, ...] | None:
+        """The strategies that the search may choose; None for all."""
+        node, options = self.graph.nodes[number], self.strategies[number]
+        if self.algorithm == AlgoParameters() or node.kind in (PARAMETER, INPUT) or node.operator.free:
+            return None
+        seconds = self.unary(node, options)[0]
+        found = self.algorithm.allowed(node.operator, options, self.mesh.size, seconds)
+        return None if len(found) == len(options) else found
 
     def _problem(self) -> Problem:
         costs, memory, edges = [], [], []
@@ -183,8 +199,8 @@ class Tables:
         before, after = self.strategies[e.source], self.strategies[e.target]
         if not self.mesh.sizes:
             return None
-        weight = self._weight(e)
-        key = (id(before), e.result, id(after), e.operand, e.forward, weight, spec.itemsize)
+        weight, follows = self._weight(e), self._follows(e)
+        key = (id(before), e.result, id(after), e.operand, e.forward, weight, spec.itemsize, follows)
         if key not in self._pairs:
             ways = self.resharding(spec)
             out = self._index(ways, before.results[e.result])
@@ -194,8 +210,24 @@ class Tables:
                 back = self._index(ways, after.gradients[e.operand])
                 home = self._index(ways, before.results[e.result], whole=True)
                 table = table + weight * ways.seconds[np.ix_(back, home)].T
+            if follows:
+                pairs = [
+                    [0.0 if summed(a) == b else _NOT_FOLLOWING for b in after.operands[e.operand]]
+                    for a in before.results[e.result]
+                ]
+                table = table + np.asarray(pairs)
             self._pairs[key] = quantised(table)
         return self._pairs[key]
+
+    def _follows(self, e: Edge) -> bool:
+        """Whether the target must be cut as the operand is made, because it is elementwise."""
+        target = self.graph.nodes[e.target].operator
+        if not self.algorithm.elementwise_op_strategy_follow or target.family != "elementwise":
+            return False
+        shape = target.result_specs[0].shape
+        whole = [i for i, spec in enumerate(target.operand_specs) if spec.shape == shape]
+        made = self.graph.nodes[e.source].kind not in (PARAMETER, INPUT)
+        return made and whole[:1] == [e.operand]
 
     def pair_bytes(self, e: Edge) -> Table | None:
         """The bytes of a copy in another layout that the gradient needs, for each two strategies."""

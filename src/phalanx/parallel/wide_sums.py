@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from phalanx.parallel.applying import Interpreter
+from phalanx.parallel.reading import CALLS
 from phalanx.runtime import compat
 
-__all__ = ["is_narrow", "with_wide_sums"]
+__all__ = ["is_narrow", "with_wide_gradients", "with_wide_sums"]
 
 _SUMS = {"psum", "psum_invariant", "reduce_scatter", "psum_scatter"}
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
+_FORMS = {
+    *("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "copy", "copy_p"),
+    *("neg", "mul", "div", "add_any", "sharding_constraint", "optimization_barrier"),
+}
+"""What may stand between a sum and the gradient that it is."""
 
 
 def is_narrow(x: Any) -> bool:
@@ -42,12 +48,71 @@ def with_wide_sums(function: Callable[..., Any]) -> Callable[..., Any]:
     return wide
 
 
+def with_wide_gradients(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that returns a value and gradients, and sums gradients of 16 bits in 32.
+
+    XLA adds up the gradients of several devices where they are made: in the product of matrices, or the
+    sum, that gives them. So these are made in 32 bits, and then rounded. Loops are left as they are.
+
+    >>> w, x = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((4, 2), jnp.bfloat16)
+    >>> gradient = jax.value_and_grad(lambda w: jnp.sum(x @ w))
+    >>> str(jax.make_jaxpr(with_wide_gradients(gradient))(w)).count("preferred_element_type=float32")
+    1
+    """
+
+    def wide(*args: Any) -> Any:
+        closed, results = compat.jaxpr_and_result(gradient, *args)
+        first = len(jax.tree.leaves(results[0]))
+        chosen: set[int] = set()
+        _choose(closed.jaxpr, closed.jaxpr.outvars[first:], chosen)
+        leaves = jax.tree.leaves(args)
+        if chosen:
+            outs = _Wide({}, None, {}, chosen).run(closed.jaxpr, closed.consts, leaves, ())
+        else:
+            outs = compat.eval_jaxpr(closed, leaves)
+        return jax.tree.unflatten(jax.tree.structure(results), outs)
+
+    return wide
+
+
+def _choose(jaxpr: Any, wanted: Sequence[Any], chosen: set[int]) -> set[Any]:
+    """Add the equations that make some results; returns what these depend on in the same way."""
+    needed = {var for var in wanted if not compat.is_literal(var)}
+    for eqn in reversed(jaxpr.eqns):
+        hit = [var in needed for var in eqn.outvars]
+        name = eqn.primitive.name
+        if not any(hit):
+            continue
+        if name in _FORMS:
+            needed |= {var for var in eqn.invars if not compat.is_literal(var)}
+        elif name in (*_PRODUCTS, "reduce_sum") and is_narrow(eqn.outvars[0].aval):
+            chosen.add(id(eqn))
+        elif name in CALLS and not name.startswith("custom"):
+            inner = eqn.params[CALLS[name]]
+            inner = getattr(inner, "jaxpr", inner)
+            outs = [var for var, is_hit in zip(inner.outvars, hit, strict=True) if is_hit]
+            below = _choose(inner, outs, chosen)
+            pairs = zip(eqn.invars, inner.invars, strict=True)
+            needed |= {var for var, own in pairs if own in below and not compat.is_literal(var)}
+    return needed
+
+
 class _Wide(Interpreter):
+    """Runs a program with sums in 32 bits: all that may go over devices, or those that are chosen."""
+
+    def __init__(
+        self, operators: Any, mesh: Any, keys: Any, chosen: Collection[int] | None = None
+    ) -> None:
+        super().__init__(operators, mesh, keys)
+        self._chosen = chosen
+
     def evaluate(self, jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of one equation, computed in 32 bits if it sums over devices."""
         name = eqn.primitive.name
         narrow = [is_narrow(var.aval) for var in eqn.outvars if hasattr(var.aval, "dtype")]
-        if name in _SUMS and any(narrow):
+        if self._chosen is not None and id(eqn) not in self._chosen:
+            return super().evaluate(jaxpr, eqn, operands)
+        if (name in _SUMS or (self._chosen and name == "reduce_sum")) and any(narrow):
             widened = [x.astype(jnp.float32) if is_narrow(x) else x for x in operands]
             outs = eqn.primitive.bind(*widened, **eqn.params)
             listed = outs if eqn.primitive.multiple_results else [outs]

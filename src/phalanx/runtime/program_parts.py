@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from phalanx.runtime import compat
 
-_REQUEST = "request_from_elsewhere"
+REQUEST = "request_from_elsewhere"
+"""The name of the primitive that stands for what is requested."""
 
 
 def needed_for(closed: Any, outputs: Sequence[int]) -> tuple[Any, list[int]]:
@@ -32,7 +33,7 @@ def requested(operands: Sequence[Any], place: int, shape: Sequence[int], dtype: 
 
 @functools.cache
 def _request() -> Any:
-    request = compat.primitive(_REQUEST)
+    request = compat.primitive(REQUEST)
     request.def_abstract_eval(
         lambda x, *_, place, shape, dtype: x.update(shape=shape, dtype=dtype, weak_type=False)
     )
@@ -45,10 +46,10 @@ def with_requests(closed: Any) -> tuple[Any, list[tuple[int, int]]]:
     Returns it, and the place and the number of operands of each request.
     """
     jaxpr = closed.jaxpr
-    requests = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == _REQUEST]
+    requests = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == REQUEST]
     if requests:
         jaxpr = jaxpr.replace(
-            eqns=[eqn for eqn in jaxpr.eqns if eqn.primitive.name != _REQUEST],
+            eqns=[eqn for eqn in jaxpr.eqns if eqn.primitive.name != REQUEST],
             invars=[*jaxpr.invars, *(eqn.outvars[0] for eqn in requests)],
             outvars=[*jaxpr.outvars, *(x for eqn in requests for x in eqn.invars)],
             debug_info=jaxpr.debug_info.with_unknown_names(),

@@ -56,7 +56,7 @@ class OldMultiWorkerMirroredStrategy(Strategy):
 
     def _start(self, cluster_resolver: ClusterResolver | None, options: CommunicationOptions) -> None:
         self._cluster_resolver = resolver_or_tf_config(cluster_resolver)
-        connection = _connect(self._cluster_resolver, options)
+        connection = connect_workers(self._cluster_resolver, options)
         if connection is None:
             super().__init__(MirroredExtended(self, default_devices()))
         else:
@@ -106,7 +106,7 @@ class MultiWorkerMirroredStrategy(OldMultiWorkerMirroredStrategy):
         self._start(cluster_resolver, as_communication_options(communication_options))
 
 
-def _connect(resolver: ClusterResolver, options: CommunicationOptions) -> JobConnection | None:
+def connect_workers(resolver: ClusterResolver, options: CommunicationOptions) -> JobConnection | None:
     """Meet the other workers; None if this process works alone."""
     spec = resolver.cluster_spec()
     task_type, task_id = resolver.task_type, resolver.task_id

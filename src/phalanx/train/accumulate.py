@@ -12,6 +12,7 @@ from jax import lax
 from phalanx.core import traced_variables
 from phalanx.errors import InvalidValueError
 from phalanx.execution.gradients import value_and_grad
+from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer
 
@@ -67,7 +68,7 @@ def accumulated(
         return jax.tree.map(jnp.add, total, piece(part)), None
 
     first = piece(jax.tree.map(lambda x: x[0], parts))
-    if traced_variables.current() is not None:
+    if traced_variables.current() is not None or compat.is_staging():
         rest = jax.tree.map(lambda x: x[1:], parts)
         total: tuple[jax.Array, Any] = lax.scan(add, first, rest)[0]
         return total

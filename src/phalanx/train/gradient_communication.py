@@ -24,7 +24,7 @@ from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.placement import REPLICA_AXIS
 
-__all__ = ["GradientCommunication", "dense"]
+__all__ = ["GradientCommunication", "dense", "norm_of"]
 
 AUTO_MEGABYTES = 64
 """Up to how many megabytes MindSpore fuses in the mode "auto"."""
@@ -101,12 +101,17 @@ class GradientCommunication:
         for gradient, variable in zip(gradients, variables, strict=True):
             name = variable.name
             if isinstance(gradient, SpmdPerReplica):
-                here, norm = lax.axis_index(REPLICA_AXIS), _norm(gradient.component(0), variable)
-                jax.debug.callback(functools.partial(_told, tell, name), here, norm)
+                self.tell_norm(name, dense(gradient, variable))
             elif isinstance(gradient, PerReplica):
                 first = strategy.extended._first_replica
                 for i, x in enumerate(gradient.values):
-                    tell(name, first + i, float(_norm(x, variable)))
+                    tell(name, first + i, float(norm_of(dense(x, variable))))
+
+    def tell_norm(self, name: str, gradient: jax.Array) -> None:
+        """Call `local_norms` for this replica's gradient; in programs."""
+        if self.local_norms is not None:
+            tell = functools.partial(_told, self.local_norms, name)
+            jax.debug.callback(tell, lax.axis_index(REPLICA_AXIS), norm_of(gradient))
 
     def combined(self, strategy: Strategy, op: ReduceOp, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         """Combine gradients, each for a variable, over all replicas; in cross-replica context."""
@@ -125,9 +130,7 @@ class GradientCommunication:
         arrays = [] if chosen is None else [i for i, x in enumerate(values) if _is_local_array(x)]
         results: dict[int, Any] = {}
         if chosen is not None and arrays:
-            sums = sums_in_programs.reduce_over_replicas(
-                op, [values[i].component(0) for i in arrays], chosen
-            )
+            sums = self.summed(op, [values[i].component(0) for i in arrays])
             count = strategy.num_replicas_in_sync
             results |= {i: Mirrored.of_global(x, count) for i, x in zip(arrays, sums, strict=True)}
         others = [i for i in range(len(values)) if i not in results]
@@ -137,6 +140,13 @@ class GradientCommunication:
             reduced = strategy.extended.batch_reduce_to(op, pairs, options)
             results |= zip(others, reduced, strict=True)
         return [results[i] for i in range(len(values))]
+
+    def summed(self, op: ReduceOp, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Combine local arrays over all replicas; in programs."""
+        given = [_widened(x) for x in xs] if self.float32 else xs
+        packing = _USUAL if self.all_reduce is None else self.all_reduce
+        sums = sums_in_programs.reduce_over_replicas(op, given, packing)
+        return [total.astype(x.dtype) for total, x in zip(sums, xs, strict=True)]
 
     def scattered(
         self, xs: Sequence[jax.Array], members: Members, mean: bool = False
@@ -172,8 +182,9 @@ def _packing(chosen: Any, may_index: bool) -> Packing | None:
     return Packing(bytes_per_pack=megabytes << 20) if megabytes else UNPACKED
 
 
-def _norm(gradient: Any, variable: Any) -> jax.Array:
-    return jnp.linalg.norm(dense(gradient, variable).astype(jnp.float32).reshape(-1))
+def norm_of(gradient: jax.Array) -> jax.Array:
+    """The Euclidean norm of an array."""
+    return jnp.linalg.norm(gradient.astype(jnp.float32).reshape(-1))
 
 
 def _told(tell: Callable[[str, int, float], None], name: str, replica: Any, norm: Any) -> None:

@@ -64,7 +64,11 @@ class _Filled:
 
 
 def run_on_slices(
-    function: Callable[..., Any], args: tuple[Any, ...], wanted: Any, members: Members
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    wanted: Any,
+    members: Members,
+    fetch: Callable[[int, Sequence[Any]], Any] | None = None,
 ) -> tuple[Any, list[str]]:
     """What a function of whole arrays gives, computed on slices.
 
@@ -73,6 +77,8 @@ def run_on_slices(
         args: its arguments; `Sliced` values stand for arrays. Others are the same on all replicas.
         wanted: for each result, in a nest like that of the function, whether it is wanted in slices.
         members: the replicas.
+        fetch: gives what the function requests (`program_parts.requested`), from the number of a place
+            and its operands, as they are.
 
     Returns:
         The results, `Sliced` where that is wanted, and the names of the operations for which arrays had
@@ -86,7 +92,7 @@ def run_on_slices(
         for x in leaves
     ]
     closed, result = compat.jaxpr_and_result(function, *jax.tree.unflatten(structure, shapes))
-    run = _Run(members)
+    run = _Run(members, fetch)
     outs = run.program(closed, leaves)
     choices = jax.tree.leaves(wanted)
     finished = [
@@ -99,8 +105,10 @@ def run_on_slices(
 class _Run:
     """Runs a program on slices."""
 
-    def __init__(self, members: Members) -> None:
-        self._members = members
+    def __init__(
+        self, members: Members, fetch: Callable[[int, Sequence[Any]], Any] | None = None
+    ) -> None:
+        self._members, self._fetch = members, fetch
         self.gathered: list[str] = []
 
     # -- kinds of values -------------------------------------------------------------------------
@@ -149,6 +157,9 @@ class _Run:
     def _equation(self, jaxpr: Any, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
         special = (Sliced, _Term, _Filled)
+        if name == program_parts.REQUEST and self._fetch is not None:
+            given = [x if isinstance(x, Sliced) else self.whole(x) for x in operands]
+            return [self._fetch(eqn.params["place"], given)]
         shape = tuple(eqn.outvars[0].aval.shape)
         if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape and shape:
             return [_Filled(self.whole(operands[0]), shape)]
@@ -257,7 +268,7 @@ class _Run:
 
         def trial(number: int, closed: Any) -> Callable[..., Any]:
             def run(*values: Any) -> None:
-                outs = _Run(self._members).program(closed, given(values))
+                outs = _Run(self._members, self._fetch).program(closed, given(values))
                 kinds[number] = [isinstance(x, Sliced) for x in outs]
 
             return run

@@ -125,6 +125,7 @@ class Strategies:
         results: the layout of each result, for each strategy.
         gradients: the layout that the gradient of each operand is computed in, for each strategy.
         shares: into how many parts the work is divided.
+        counts: into how many pieces each loop is cut.
     """
 
     loops: tuple[Layout, ...]
@@ -132,6 +133,7 @@ class Strategies:
     results: tuple[tuple[Layout, ...], ...]
     gradients: tuple[tuple[Layout, ...], ...]
     shares: np.ndarray[Any, Any] = field(repr=False)
+    counts: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def __len__(self) -> int:
         return len(self.loops)
@@ -141,7 +143,7 @@ class Strategies:
 def strategies(operator: Operator, sizes: tuple[int, ...]) -> Strategies:
     """Every way to share an operator out over mesh axes of these sizes, the first loops first."""
     options = [*range(len(operator.loops)), NONE]
-    found = []
+    found, cut = [], []
     for chosen in itertools.product(options, repeat=len(sizes)):
         counts = [1] * len(operator.loops)
         for loop, size in zip(chosen, sizes, strict=True):
@@ -149,6 +151,7 @@ def strategies(operator: Operator, sizes: tuple[int, ...]) -> Strategies:
                 counts[loop] *= size
         if all(size % count == 0 for size, count in zip(operator.loops, counts, strict=True)):
             found.append(chosen)
+            cut.append(tuple(counts))
     shares = [prod(n for loop, n in zip(c, sizes, strict=True) if loop != NONE) for c in found]
     return Strategies(
         tuple(found),
@@ -156,6 +159,7 @@ def strategies(operator: Operator, sizes: tuple[int, ...]) -> Strategies:
         tuple(tuple(_cut(dims, c, PARTIAL) for c in found) for dims in operator.results),
         tuple(tuple(_cut(dims, c, PARTIAL) for c in found) for dims in operator.operands),
         np.asarray(shares, float),
+        tuple(cut),
     )
 
 

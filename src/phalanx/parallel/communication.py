@@ -1,0 +1,90 @@
+"""What the options of the context say of gradients: how they travel, and what each device keeps.
+
+They are the same mechanisms that optimizers of `px.train` use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.core.reduction import ReduceOp
+from phalanx.parallel.options import ParallelOptions
+from phalanx.train.gradient_communication import GradientCommunication
+from phalanx.train.sharding import OptimizerSharding
+
+__all__ = ["combination", "communication_of", "norms_to", "sharding_of"]
+
+DEVICE = "all gradients"
+"""In place of a name: the norm of all gradients of a device together."""
+
+
+def communication_of(options: ParallelOptions) -> GradientCommunication:
+    """How gradients, and parameters in slices, travel.
+
+    The mode "auto" of `comm_fusion` is what was measured to be fastest: small arrays together.
+
+    >>> communication_of(ParallelOptions()).float32
+    True
+    """
+    given = options.comm_fusion
+    chosen = {
+        name: value for name, value in given.items() if name == "openstate" or value["mode"] != "auto"
+    }
+    return GradientCommunication.from_options(
+        chosen,
+        options.all_reduce_fusion_config,
+        options.gradient_fp32_sync or options.force_fp32_communication,
+        norms_to(options),
+    )
+
+
+def sharding_of(options: ParallelOptions) -> OptimizerSharding | None:
+    """What a parallel optimizer divides; None if there is none.
+
+    >>> sharding_of(ParallelOptions(enable_parallel_optimizer=True)).number
+    1
+    """
+    if not options.enable_parallel_optimizer:
+        return None
+    level = options.optimizer_level or "level1"
+    return OptimizerSharding(
+        level,
+        options.parallel_optimizer_threshold,
+        options.optimizer_weight_shard_size,
+        regather=level == "level3",
+        accumulate=bool(options.gradient_accumulation_shard),
+    )
+
+
+def combination(options: ParallelOptions) -> ReduceOp:
+    """How gradients of parts of a batch are combined."""
+    return ReduceOp.MEAN if options.gradients_mean else ReduceOp.SUM
+
+
+def norms_to(options: ParallelOptions) -> Callable[[str, int, float], None] | None:
+    """Who is told the norms of local gradients; None if they are not told.
+
+    They are printed, or added to a file of each device in the folder `dump_local_norm_path`.
+    """
+    if not options.dump_local_norm and not options.dump_device_local_norm:
+        return None
+    folder = options.dump_local_norm_path
+    if not folder:
+        return _print
+    lock = threading.Lock()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+
+    def save(name: str, device: int, norm: float) -> None:
+        line = f"{name}\t{np.float32(norm)!s}\n"
+        with lock, Path(folder, f"rank_{device}_local_norm.txt").open("a") as file:
+            file.write(line)
+
+    return save
+
+
+def _print(name: str, device: int, norm: float) -> None:
+    print(f"local norm of {name} on device {device}: {norm:.6g}", flush=True)
