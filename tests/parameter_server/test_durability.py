@@ -63,7 +63,7 @@ def state(store: Store) -> Any:
         {i: (h.definition, h.value.tobytes()) for i, h in store.variables.items()},
         {i: [x.tobytes() for x in h.slots[1].leaves] for i, h in store.variables.items() if h.slots},
         dict(store.applied),
-        dict(store.own),
+        list(store.own.items()),
         dict(store.values),
         {closure: set(attempts) for closure, attempts in store.fences.items()},
         store.settled,

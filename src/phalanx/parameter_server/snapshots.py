@@ -132,11 +132,15 @@ def _load_tokens(store: Store, record: list[bytes]) -> None:
     store.settled = fields["settled"]
     store.freed = dict.fromkeys(fields.get("freed", ()))
     store.counts.update(fields["counts"])
-    for known, buffer in zip((store.applied, store.own), record[1:3], strict=True):
-        known.update((int(c), int(a)) for c, a in np.frombuffer(buffer, np.int64).reshape(-1, 2))
+    store.applied.update(_pairs(record[1]))
+    store.own.update(_pairs(record[2]))
     at = 0
     for closure, size in fields["values"]:
         store.values[closure] = record[3][at : at + size]
         at += size
     for closure, attempts in fields["fences"]:
         store.fences[closure] = set(attempts)
+
+
+def _pairs(buffer: bytes) -> Iterator[tuple[int, int]]:
+    return ((int(c), int(a)) for c, a in np.frombuffer(buffer, np.int64).reshape(-1, 2))
