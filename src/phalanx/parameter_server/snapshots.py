@@ -70,19 +70,27 @@ def _packed(kind: int, fields: dict[str, Any]) -> bytes:
     return bytes([kind]) + json.dumps(fields).encode()
 
 
-def write_snapshot(path: Path, records: Iterable[Record]) -> None:
-    """Write a snapshot; afterwards either all of it is there, or nothing."""
+def write_snapshot(path: Path, records: Iterable[Record], *, sync: bool = True) -> None:
+    """Write a snapshot; afterwards either all of it is there, or nothing.
+
+    Args:
+        path: of the file.
+        records: what it holds.
+        sync: whether it shall survive the death of the machine, too.
+    """
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)
     journal = Journal(fresh)
     try:
         for record in records:
             journal.append(record)
-        journal.sync()
+        if sync:
+            journal.sync()
     finally:
         journal.close()
     fresh.replace(path)
-    _sync_folder(path.parent)
+    if sync:
+        _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
