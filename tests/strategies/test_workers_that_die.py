@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 PROGRAM = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 import phalanx as px
 from phalanx.parameter_server.server_link import ServerLink
 from phalanx.parameter_server.wire import Kind
@@ -50,6 +51,7 @@ if resolver.task_type == "chief":
         add(100)
         die()
     wait_until(lambda: int(one) == int(other) == 104)
+    subprocess.run([sys.executable, "-m", "phalanx", "explain"], check=True, timeout=60)
     chief.assign(os.getpid())
     print("the chief is done", flush=True)
 elif is_first_life:
@@ -95,6 +97,7 @@ def test_a_commit_of_a_worker_that_dies_counts_on_all_servers_and_the_job_waits_
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert re.search("worker 0 +trains +on its own", done.stdout), done.stdout
     assert "[chief 0] the chief is done\n" in done.stdout
     assert "[worker 0] after all 109 109\n" in done.stdout
     assert "All of them have now made its updates." in done.stderr

@@ -45,7 +45,7 @@ class OldParameterServerExtended(ParameterServerExtended):
         self._type, self._id = resolver.task_type, resolver.task_id
         self._is_chief = self._type != "worker" or roles.is_chief(self._cluster, "worker", self._id)
         self._begins = self._is_chief
-        if self._type == "chief":  # until a coordinator uses this strategy
+        if self._is_chief and self._type is not None:  # until a coordinator uses this strategy
             tell_whether_workers_train(True)
 
     @property

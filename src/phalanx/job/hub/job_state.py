@@ -378,6 +378,7 @@ class JobState:
             "rows": rows,
             "first": first,
             "failure": self._failure.as_dict() if self._failure else None,
+            "workers_train": self.workers_train,
         }
         return [(peer, answer)]
 
