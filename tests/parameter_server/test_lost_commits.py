@@ -112,7 +112,7 @@ def violations(store: type[Store]) -> tuple[int, list[Any]]:
     return len(seen), wrong
 
 
-def test_whoever_settles_a_commit_it_counts_once_on_all_servers() -> None:
+def test_a_commit_counts_once_on_all_servers_in_all_orders() -> None:
     count, wrong = violations(Store)
     assert count > 500
     assert not wrong

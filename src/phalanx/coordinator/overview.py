@@ -79,7 +79,7 @@ def show(
         token: of the job.
         timeout: seconds within which a task must answer.
         console: where to print.
-        alone: whether workers train without a coordinator; then they answer nobody.
+        alone: whether workers train without a coordinator; then they do not answer.
     """
     trains = {
         name: "on its own; servers count its updates" for name in servers if alone and "ps" not in name

@@ -24,7 +24,7 @@ _log = logging.getLogger("phalanx")
 class LostCommits:
     """Settles attempts in a thread of its own, over connections of its own.
 
-    Nobody is asked whether the task of an attempt lives: servers refuse what the attempt does
+    No task is asked whether it lives: servers refuse what the attempt does
     afterwards, and a task that lives makes another attempt (`ServersHome`).
 
     Args:
