@@ -7,6 +7,7 @@ n closures and waits for them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +36,11 @@ CASES = {
     "read": "reads of 4 MB that have changed, and the change",
 }
 """The name of each case, and what it measures."""
+
+LAUNCHED = {"trivial": 8000, "step": 1000}
+"""The closures that are measured in jobs that `phalanx run` starts, and how many in a round."""
+MARK = "measured "
+"""Where a result begins in the output of such a job."""
 
 
 def inputs() -> np.ndarray:
@@ -57,17 +65,33 @@ def start_tasks(script: str, workers: int, servers: int) -> dict[str, list[str]]
     cluster = {"worker": list(addresses[:workers]), "ps": list(addresses[workers:])}
     for job, tasks in cluster.items():
         for index in range(len(tasks)):
-            _tasks.append(
-                subprocess.Popen(
-                    [sys.executable, script, "task", json.dumps(cluster), job, str(index)],
-                    stdin=subprocess.PIPE,  # which ends with this process, however it does
-                    stdout=subprocess.DEVNULL,
-                )
+            started = subprocess.Popen(
+                [sys.executable, script, "task", json.dumps(cluster), job, str(index)],
+                stdin=subprocess.PIPE,  # which ends with this process, however it does
+                stdout=subprocess.DEVNULL,
             )
+            _tasks.append((job, started))
     return cluster
 
 
-_tasks: list[subprocess.Popen[bytes]] = []
+_tasks: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+
+def processor_times() -> dict[str, float]:
+    """Seconds that the processors have worked for the coordinator, the workers and the servers."""
+    found = {"coordinator": _processor_time(os.getpid())}
+    for job, task in _tasks:
+        found[job] = found.get(job, 0.0) + _processor_time(task.pid)
+    return found
+
+
+def _processor_time(pid: int) -> float:
+    """Of all threads of a process; 0 where the system does not tell."""
+    nanoseconds = 0
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # it has ended
+            nanoseconds += int(thread.read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def end_with_coordinator() -> None:
@@ -84,6 +108,14 @@ def serve(versions: dict[str, str], run: Callable[[str, int], None]) -> None:
     """Answer commands; `run` schedules so many closures of a case and waits for all of them."""
     parent = Parent(versions)
     for command in parent:
-        begin = time.perf_counter()
-        run(command["case"], command["steps"])
-        parent.say(seconds=time.perf_counter() - begin)
+        parent.say(**measured(run, command["case"], command["steps"]))
+
+
+def measured(run: Callable[[str, int], None], case: str, steps: int) -> dict[str, Any]:
+    """Run closures; the seconds that they take, and those of processors by kind of task."""
+    before = processor_times()
+    begin = time.perf_counter()
+    run(case, steps)
+    seconds = time.perf_counter() - begin
+    after = processor_times()
+    return {"seconds": seconds, "processors": {job: after[job] - before[job] for job in after}}

@@ -1,7 +1,8 @@
 """The child of `parameter_server.py` that runs Phalanx's coordinator.
 
 ``python _ps_phalanx.py WORKERS SERVERS [OPTION=VALUE …]`` starts the workers and servers as processes
-of its own. The options are those of `px.experimental.ParameterServerOptions`.
+of its own. The options are those of `px.experimental.ParameterServerOptions`. Under `phalanx run`,
+``_ps_phalanx.py launched ROUNDS`` is each task of the job.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import _ps_common as common
@@ -26,14 +28,39 @@ def serve_task(cluster: str, job: str, index: str) -> None:
 
 
 def main(workers: int, servers: int, options: dict[str, Any]) -> None:
-    """Be the coordinator."""
+    """Be the coordinator of tasks that this process starts."""
     os.environ.setdefault("PHALANX_TOKEN", secrets.token_hex())
     cluster = common.start_tasks(__file__, workers, servers)
+    import phalanx as px
+
+    resolver = px.cluster_resolver.SimpleClusterResolver(px.train.ClusterSpec(cluster))
+    common.serve(phalanx_versions(), closures(resolver, options))
+
+
+def launched(rounds: int) -> None:
+    """Be a task of a job that `phalanx run` has started; the chief prints what it has measured."""
+    import phalanx as px
+
+    resolver = px.cluster_resolver.TFConfigClusterResolver()
+    if resolver.task_type != "chief":
+        px.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
+        return
+    run = closures(resolver, {})
+    for case, steps in common.LAUNCHED.items():
+        run(case, steps)
+        seconds = [common.measured(run, case, steps)["seconds"] for _ in range(rounds)]
+        print(
+            common.MARK + json.dumps({"case": case, "rates": [steps / x for x in seconds]}), flush=True
+        )
+
+
+def closures(resolver: Any, options: dict[str, Any]) -> Callable[[str, int], None]:
+    """What schedules so many closures of a case, and waits for them."""
     import jax.numpy as jnp
 
     import phalanx as px
 
-    resolver = px.cluster_resolver.SimpleClusterResolver(px.train.ClusterSpec(cluster))
+    servers = resolver.cluster_spec().num_tasks("ps")
     shards = px.partitioners.FixedShardsPartitioner(servers)
 
     def partitioner(shape: Any, dtype: Any, **kwargs: Any) -> Any:
@@ -94,12 +121,14 @@ def main(workers: int, servers: int, options: dict[str, Any]) -> None:
             coordinator.schedule(functions[case])
         coordinator.join()
 
-    common.serve(phalanx_versions(), run)
+    return run
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "task":
         serve_task(*sys.argv[2:5])
+    elif sys.argv[1] == "launched":
+        launched(int(sys.argv[2]))
     else:
         words = [word.partition("=")[::2] for word in sys.argv[3:]]
         values = {"True": True, "1": 1}

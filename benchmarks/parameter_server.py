@@ -1,21 +1,30 @@
 """Parameter servers: closures per second of Phalanx's coordinator and of TensorFlow's.
 
 ``python benchmarks/parameter_server.py`` starts coordinators of both libraries, each with its own
-workers and servers as processes of this machine, lets them take turns round by round, and writes a
-table to ``benchmarks/results/parameter_server.md``.
+workers and servers as processes of this machine, lets them take turns round by round, and writes
+tables to ``benchmarks/results/parameter_server.md``: both libraries, what delivery and durability cost,
+where the time goes, and what Ray costs. It takes about eight minutes on two quiet processors, and less
+with fewer ``--rounds``; ``--quick`` takes two.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import _harness as harness
 from _harness import Child, markdown_table, ratios, say, spread
-from _ps_common import CASES
+from _ps_common import CASES, LAUNCHED, MARK
+from peers import BenchmarkError, peer_python
 
 BUDGETS = {"trivial": 40.0, "step": 5.0, "sparse": 6.0, "dense": 4.0, "read": 5.0}
 """How many times as many closures per second as TensorFlow's, with updates made exactly once."""
@@ -54,8 +63,19 @@ CHOICES = [
     Variant("sync", "log on disk", options=("durability=log", "sync=True")),
 ]
 
-Rates = dict[tuple[str, str], list[float]]
-"""Closures per second of a variant and a case, round by round."""
+JOBS = ("coordinator", "worker", "ps")
+LAUNCH_DEADLINE = 300.0  # seconds for a job that `phalanx run` starts
+
+
+class Taken(NamedTuple):
+    """What a round has taken: closures per second, and microseconds of processors for each of them."""
+
+    rate: float
+    processors: Mapping[str, float]
+
+
+Rates = dict[tuple[str, str], list[Taken]]
+"""What a variant and a case have taken, round by round."""
 
 
 def measured(
@@ -69,18 +89,24 @@ def measured(
                 run(child, case, max(40, variant.steps(case) // 4))
             for order in harness.rotated(variants, rounds):
                 for variant in order:
-                    steps = variant.steps(case)
-                    rates[variant.key, case].append(steps / run(children[variant], case, steps))
-            found = (f"{v.name} {statistics.median(rates[v.key, case]):,.0f}/s" for v in variants)
+                    taken = run(children[variant], case, variant.steps(case))
+                    rates[variant.key, case].append(taken)
+            found = (f"{v.name} {median_rate(rates[v.key, case]):,.0f}/s" for v in variants)
             say(f"{workers} workers, {case}: {', '.join(found)}")
     return rates
 
 
-def run(child: Child, case: str, steps: int) -> float:
-    """Seconds that so many closures take."""
+def run(child: Child, case: str, steps: int) -> Taken:
+    """What so many closures take."""
     child.send(case=case, steps=steps)
     answer = child.receive(f"{steps} closures of {case}", harness.ROUND_DEADLINE)
-    return float(answer["seconds"])
+    processors = {job: 1e6 * x / steps for job, x in answer["processors"].items()}
+    return Taken(steps / float(answer["seconds"]), processors)
+
+
+def median_rate(taken: Sequence[Taken]) -> float:
+    """Closures per second."""
+    return statistics.median(x.rate for x in taken)
 
 
 def compared(results: Mapping[int, Rates]) -> str:
@@ -88,7 +114,7 @@ def compared(results: Mapping[int, Rates]) -> str:
     rows = [["workers", "", "Phalanx, per second", "TensorFlow, per second", "ratio", "budget"]]
     for workers, rates in results.items():
         for case, what in CASES.items():
-            these, those = rates[OURS.key, case], rates[PEER.key, case]
+            these, those = ([x.rate for x in rates[v.key, case]] for v in (OURS, PEER))
             found = ratios(these, those)
             is_met = statistics.median(found) >= BUDGETS[case]
             rows.append(
@@ -108,9 +134,71 @@ def chosen(rates: Rates) -> str:
     """The table of options."""
     rows = [["", *(v.name for v in CHOICES)]]
     for case, what in CASES.items():
-        medians = [statistics.median(rates[v.key, case]) for v in CHOICES]
+        medians = [median_rate(rates[v.key, case]) for v in CHOICES]
         rest = [f"{rate:,.0f} ({rate / medians[0]:.2f})" for rate in medians[1:]]
         rows.append([what, f"{medians[0]:,.0f}", *rest])
+    return markdown_table(rows)
+
+
+def spent(results: Mapping[int, Rates]) -> str:
+    """The table of processor time."""
+    rows = [["workers", "", "library", "coordinator", "workers' time", "servers' time", "all"]]
+    for workers, rates in results.items():
+        for case, what in CASES.items():
+            for variant in (OURS, PEER):
+                taken = [x.processors for x in rates[variant.key, case]]
+                times = [statistics.median(x.get(job, 0.0) for x in taken) for job in JOBS]
+                numbers = [f"{x:,.0f}" for x in (*times, sum(times))]
+                rows.append([str(workers), what, variant.name, *numbers])
+    return markdown_table(rows)
+
+
+# -- Ray ---------------------------------------------------------------------------------------------
+
+
+def launched(engine: str, python: Path, rounds: int) -> tuple[float, dict[str, float]]:
+    """Run a job with `phalanx run`: the seconds that it takes in all, and closures per second."""
+    source = str(harness.HERE.parent / "src")
+    command = [str(python), "-m", "phalanx", "run", "--engine", engine, "-n", "2", "--ps", "2"]
+    command += ["--env", f"PYTHONPATH={source}", "--env", "JAX_PLATFORMS=cpu"]
+    if engine == "ray":
+        for job in ("chief", "worker", "ps"):
+            command += ["--ray-resources", f"{job}:CPU=0.1"]
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        try:
+            done = subprocess.run(
+                [*command, str(harness.HERE / "_ps_phalanx.py"), "launched", str(rounds)],
+                env={**os.environ, "PYTHONPATH": source, "XDG_RUNTIME_DIR": folder},
+                capture_output=True,
+                text=True,
+                timeout=LAUNCH_DEADLINE,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            raise BenchmarkError(f"phalanx run --engine {engine}: not done in time") from late
+        seconds = time.perf_counter() - begin
+    if done.returncode:
+        raise BenchmarkError(f"phalanx run --engine {engine} failed:\n{done.stderr[-2000:]}")
+    found = [json.loads(x.split(MARK, 1)[1]) for x in done.stdout.splitlines() if MARK in x]
+    return seconds, {x["case"]: statistics.median(x["rates"]) for x in found}
+
+
+def on_ray(rounds: int) -> str:
+    """The table of jobs with and without Ray; says so if Ray is not to be had."""
+    try:
+        python = peer_python("ray")
+        found = {engine: launched(engine, python, rounds) for engine in ("processes", "ray")}
+    except BenchmarkError as error:
+        say(f"Without Ray: {error}")
+        return "Ray was not to be had."
+    rows = [["", "`phalanx run`", "`phalanx run --engine ray`"]]
+    for case in LAUNCHED:
+        plain, ray = (found[engine][1][case] for engine in ("processes", "ray"))
+        rows.append([f"{CASES[case]}, per second", f"{plain:,.0f}", f"{ray:,.0f} ({ray / plain:.2f})"])
+    whole = [found[engine][0] for engine in ("processes", "ray")]
+    rows.append(["the whole job, seconds", *(f"{x:.1f}" for x in whole)])
+    say(f"Ray: {found}")
     return markdown_table(rows)
 
 
@@ -120,6 +208,7 @@ def report(workers: Sequence[int], servers: int, rounds: int) -> str:
     versions: list[str] = []
     results = {n: measured([OURS, PEER], n, servers, rounds, versions) for n in workers}
     options = measured(CHOICES, 2, servers, rounds, versions)
+    ray = on_ray(rounds)
     return f"""\
 # Parameter servers
 
@@ -137,6 +226,17 @@ What delivery and durability cost, with 2 workers: closures per second, and the 
 column.
 
 {chosen(options)}
+
+Each update of 4 MB is 4 MB of log: more than a disk takes at this rate.
+
+Where the time goes: microseconds of processors for each closure, of all tasks of a kind together.
+
+{spent(results)}
+
+What Ray costs, with 2 workers: it places the processes, and their messages do not go through it. Each
+job was started once.
+
+{ray}
 
 {harness.circumstances(versions)} The load average was {load:.1f} before the first process was
 started.

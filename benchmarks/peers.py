@@ -1,9 +1,9 @@
 """Virtual environments for the libraries that benchmarks compare with, made on first use.
 
 ``python benchmarks/peers.py tensorflow`` makes the environment (or finds the one made before) and
-prints its interpreter; ``torch`` and ``grain`` are the other peers. An interpreter that has the library
-already can be given instead, in the environment variable PHALANX_BENCH_TENSORFLOW_PYTHON,
-PHALANX_BENCH_TORCH_PYTHON or PHALANX_BENCH_GRAIN_PYTHON.
+prints its interpreter; ``torch``, ``grain`` and ``ray`` are the other peers. An interpreter that has
+the library already can be given instead, in the environment variable PHALANX_BENCH_TENSORFLOW_PYTHON,
+PHALANX_BENCH_TORCH_PYTHON, PHALANX_BENCH_GRAIN_PYTHON or PHALANX_BENCH_RAY_PYTHON.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ PEERS = {
     "tensorflow": ("tensorflow-cpu==2.21.0", "tensorflow==2.21.0"),
     "torch": ("torch==2.13.0 numpy",),
     "grain": ("grain==0.2.18 numpy",),
+    # Phalanx itself runs beside Ray, from the sources.
+    "ray": ("ray>=2.40 jax==0.10.2 numpy optax cloudpickle rich",),
 }
 
 VENV_DEADLINE = 300.0

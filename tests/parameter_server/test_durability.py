@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,7 @@ def state(store: Store) -> Any:
         {i: (h.definition, h.value.tobytes()) for i, h in store.variables.items()},
         {i: [x.tobytes() for x in h.slots[1].leaves] for i, h in store.variables.items() if h.slots},
         dict(store.applied),
-        dict(store.own),
+        list(store.own.items()),
         dict(store.values),
         {closure: set(attempts) for closure, attempts in store.fences.items()},
         store.settled,
@@ -211,11 +213,63 @@ def test_a_journal_keeps_any_buffers(tmp_path: Path) -> None:
     assert found == [[bytes(memoryview(b)) for b in record] for record in records]
 
 
-def test_a_full_disk_is_said() -> None:
-    journal = Journal(Path("/dev/full"))
-    with pytest.raises(errors.DataLossError, match="No space left"):
-        journal.append([b"a"])
+def test_what_an_older_log_has_left_in_a_file_does_not_count(tmp_path: Path) -> None:
+    older = Journal(tmp_path / "older")
+    for i in range(8):
+        older.append(
+            [bytes([i]) * 1000]
+        )  # all of the same size, so that records begin where others did
+    older.close()
+    journal = Journal(tmp_path / "log", tmp_path / "older")
+    for i in range(3):
+        journal.append([bytes([10 + i]) * 1000])
+    assert not (tmp_path / "older").exists()
+    assert (tmp_path / "log").stat().st_size > 8000, "it has the pages of the older one"
+    shutil.copy(tmp_path / "log", tmp_path / "killed")  # as a process leaves it that dies now
     journal.close()
+    for name in ("killed", "log"):
+        assert [r[0][0] for r in read_journal(tmp_path / name)] == [10, 11, 12]
+    assert (tmp_path / "killed").stat().st_size == (tmp_path / "log").stat().st_size
+
+
+@pytest.mark.parametrize("at", [0, 4096, 70000, 131072 - 1, 131072 + 10])
+def test_damage_in_large_buffers_is_noticed(tmp_path: Path, at: int) -> None:
+    journal = Journal(tmp_path / "log")
+    journal.append([b"small", np.arange(131072 // 4 + 8, dtype=np.int32).view(np.uint8)])
+    size = journal.size
+    journal.append([b"after"])
+    journal.close()
+    data = bytearray((tmp_path / "log").read_bytes())
+    data[size - (131072 + 32) + at] ^= 4
+    (tmp_path / "log").write_bytes(data)
+    assert list(read_journal(tmp_path / "log")) == []
+
+
+def test_logs_are_written_over_older_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    keeper = Keeper.begin(folder, Durability("log"), now)
+    store = fresh_store()
+    history = []
+    for seed in range(4):
+        history = drive(keeper, store, seed, 20)
+        keeper.snapshot(store).join(20)
+    history = drive(keeper, store, 9, 20)
+    assert (folder / "spare").exists()
+    assert state(resumed(folder)) == history[-1][1]  # though the process has not closed its log
+    keeper.close()
+    assert state(resumed(folder)) == history[-1][1]
+
+
+def test_a_full_disk_is_said(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "log")
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        os.dup2(full, journal._file)
+        with pytest.raises(errors.DataLossError, match="No space left"):
+            journal.append([b"a"])
+    finally:
+        os.close(full)
+        os.close(journal._file)
 
 
 def test_durability_has_three_kinds() -> None:

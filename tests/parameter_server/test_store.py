@@ -9,13 +9,13 @@ import pytest
 
 from phalanx import errors
 from phalanx.parameter_server.local import LocalServers
+from phalanx.parameter_server.own_tokens import TokenLine
 from phalanx.parameter_server.requests import (
     Commit,
     Read,
     Settled,
     Token,
     Update,
-    own_token,
 )
 from phalanx.parameter_server.store import Outcome, Store, Trace
 from tests.parameter_server.running import add, value_of, variable
@@ -95,14 +95,17 @@ def test_forgetting_costs_little(store: Store) -> None:
 
 
 def test_updates_of_no_closure_count_once_too(store: Store) -> None:
-    tokens = [own_token() for _ in range(5000)]
+    line = TokenLine()
+    tokens = [line.take() for _ in range(5000)]
     for token in tokens:
         assert store.push(token, [add(V)]) is Outcome.DONE
     assert store.push(tokens[-1], [add(V)]) is Outcome.REPEATED
     store.forget(100)
     assert store.push(tokens[-2], [add(V)]) is Outcome.REPEATED
     assert value(store) == 5000.0
-    assert len(store.own) < 5000, "not all of them are remembered"
+    assert len(list(store.own.items())) < 100, "not all of them are remembered"
+    assert store.push(tokens[0], [add(V)]) is Outcome.REFUSED, "it may have been made"
+    assert value(store) == 5000.0
 
 
 @pytest.mark.parametrize("method", ["push", "stage", "apply"])

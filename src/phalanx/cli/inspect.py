@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 from rich.console import Console
 
 from phalanx.cli.arguments import add_resolver_arguments, resolver_of, seconds
-from phalanx.errors import NotFoundError
+from phalanx.errors import NotFoundError, PhalanxError
 from phalanx.job.doctor import doctor
 from phalanx.job.explain import explain
 from phalanx.job.launch.from_resolver import RESOLVERS
+from phalanx.job.observer import Observer
 from phalanx.job.registry import RunningJob, find_job
 
 __all__ = ["add_doctor_parser", "add_explain_parser"]
@@ -58,7 +60,13 @@ def _explain(options: argparse.Namespace) -> int:
         return explain(options.job, stacks=not options.no_stacks, timeout=options.timeout)
     from phalanx.coordinator.overview import show
 
-    is_well = show(servers.servers, servers.token, options.timeout, Console())
+    alone = False
+    with (
+        contextlib.suppress(PhalanxError, OSError),  # the tasks say more than the launcher
+        Observer(servers.address, servers.token, options.timeout) as observer,
+    ):
+        alone = observer.workers_train(options.timeout)
+    is_well = show(servers.servers, servers.token, options.timeout, Console(), alone=alone)
     return 0 if is_well else 1
 
 

@@ -9,7 +9,6 @@
 - `phalanx.coordinator.worker_service`: the worker's side: runs closures.
 - `phalanx.coordinator.messages`, `phalanx.coordinator.values`: what they tell each other.
 - `phalanx.coordinator.remote_value`, `phalanx.coordinator.per_worker`: values that are elsewhere.
-- `phalanx.coordinator.settler`: asks servers what a lost worker has done.
 - `phalanx.coordinator.checkpoints`: the queue and the variables, for a restart.
 - `phalanx.coordinator.server`: this process as a task that serves the others.
 - `phalanx.coordinator.rpc`, `phalanx.coordinator.rpc_service`: functions that are called by name.

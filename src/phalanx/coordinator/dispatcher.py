@@ -30,7 +30,6 @@ from phalanx.coordinator.messages import LIMITS, Status, reports_in
 from phalanx.coordinator.peer import Entry, Peer, Resource
 from phalanx.coordinator.questions import Question, Questions
 from phalanx.coordinator.remote_value import RemoteValue, RemoteValueStatus
-from phalanx.coordinator.settler import Settler
 from phalanx.coordinator.state import Machine
 from phalanx.coordinator.values import NOTHING, load_error, lost_value
 from phalanx.coordinator.worker_link import WorkerLink
@@ -42,6 +41,7 @@ from phalanx.net.event_loop import EventLoop
 from phalanx.net.framing import Message
 from phalanx.parameter_server.options import ParameterServerOptions
 from phalanx.parameter_server.requests import ManagedServers, Token
+from phalanx.parameter_server.settler import Settler
 from phalanx.runtime.interrupts import Bell
 
 __all__ = ["Dispatcher"]

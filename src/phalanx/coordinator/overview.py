@@ -69,7 +69,9 @@ def ask(address: str, key: bytes, timeout: float) -> dict[str, Any]:
     return status
 
 
-def show(servers: Mapping[str, str], token: str, timeout: float, console: Console) -> bool:
+def show(
+    servers: Mapping[str, str], token: str, timeout: float, console: Console, *, alone: bool = False
+) -> bool:
     """Print what the tasks of a job do; whether all have answered.
 
     Args:
@@ -77,7 +79,12 @@ def show(servers: Mapping[str, str], token: str, timeout: float, console: Consol
         token: of the job.
         timeout: seconds within which a task must answer.
         console: where to print.
+        alone: whether workers train without a coordinator; then they do not answer.
     """
+    trains = {
+        name: "on its own; servers count its updates" for name in servers if alone and "ps" not in name
+    }
+    servers = {name: address for name, address in servers.items() if name not in trains}
 
     def one(address: str) -> dict[str, Any] | str:
         try:
@@ -88,6 +95,8 @@ def show(servers: Mapping[str, str], token: str, timeout: float, console: Consol
     with ThreadPoolExecutor(len(servers)) as threads:
         answers = dict(zip(servers, threads.map(one, servers.values()), strict=True))
     table = Table("task", "state", "doing", box=None)
+    for name, doing in trains.items():
+        table.add_row(name, "trains", doing)
     for name, answer in answers.items():
         table.add_row(name, *_row(name, answer))
     console.print(table)

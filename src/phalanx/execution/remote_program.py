@@ -283,8 +283,16 @@ class _Part:
             for group, values in zip(groups, given, strict=True):
                 for i, x in zip(group, values, strict=True):
                     ordered[order[i]] = x
-            return compat.eval_jaxpr(part, ordered), token(False)
+            results = compat.eval_jaxpr(part, ordered)
+            once = [results[i] for i in first.values()]
+            return (once, token(False)) if is_spread else once
 
+        # A result that is needed several times, as by all shards of a variable, is computed and
+        # handed over once.
+        first: dict[int, int] = {}
+        places = [first.setdefault(id(x), i) for i, x in enumerate(part.jaxpr.outvars)]
+        order_of = {i: k for k, i in enumerate(first.values())}
+        self._again = [order_of[i] for i in places] if len(first) < len(places) else None
         self._code = jax.jit(program)
         self._groups = groups
         self.passed: list[tuple[int, int]] | None = None
@@ -317,8 +325,8 @@ class _Part:
         if self._is_spread:
             outputs: list[Any] = THROTTLE.dispatch(self._code, *given)
         else:
-            outputs = self._code(*given)[0]
-        return outputs
+            outputs = self._code(*given)
+        return outputs if self._again is None else [outputs[k] for k in self._again]
 
     def lower(self, variables: list[Any], arrays: list[Any]) -> Any:
         """The lowered part."""

@@ -29,6 +29,10 @@ class Observer:
         failure = self._ask({"type": "table"}, timeout)["failure"]
         return None if failure is None else str(failure["text"])
 
+    def workers_train(self, timeout: float = 10.0) -> bool:
+        """Whether workers train on their own, although there are parameter servers."""
+        return bool(self._ask({"type": "table"}, timeout).get("workers_train"))
+
     def stacks(self, timeout: float = 5.0) -> dict[str, str]:
         """The Python stacks of all workers, by task."""
         answer = self._ask({"type": "stacks", "patience": timeout}, timeout + 10.0)

@@ -7,6 +7,8 @@ What a server does is pure, from requests to answers; sockets and files are a th
 - `phalanx.parameter_server.updates`: what each update means, in NumPy.
 - `phalanx.parameter_server.server_optimizer`: optax on a server, dense and sparse.
 - `phalanx.parameter_server.placing`, `recovery`: the servers of a commit, and what became of one.
+- `phalanx.parameter_server.settler`: asks servers what a lost worker has done.
+- `phalanx.parameter_server.own_tokens`: names of updates that belong to no closure.
 - `phalanx.parameter_server.wire`, `commands`: requests as buffers, and performed on a store.
 - `phalanx.parameter_server.journal`, `snapshots`, `durability`: what outlives a server.
 - `phalanx.parameter_server.service`: a server at an endpoint.

@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 _MODES = ("none", "snapshot", "log")
 _DESCRIPTION = "run.json"
+_SPARE = "spare"  # a log that is not needed any more
 
 
 @dataclass(frozen=True)
@@ -160,12 +161,13 @@ class Keeper:
         self._written = time.monotonic()
         if self._journal is not None:
             self._journal.close()
-            self._journal = Journal(self._path("log", self._number))
+            self._open()
         records, number = records_of(store), self._number
+        must_sync = self.durability.sync or self.durability.mode != "log"  # as the log itself
 
         def write() -> None:
             try:
-                write_snapshot(self._path("snapshot", number), records)
+                write_snapshot(self._path("snapshot", number), records, sync=must_sync)
             except (OSError, PhalanxError):
                 _log.exception("A parameter server could not write a snapshot")
                 self._later(self._failed)
@@ -199,7 +201,8 @@ class Keeper:
 
     def _open(self) -> None:
         if self.durability.mode == "log":
-            self._journal = Journal(self._path("log", self._number))
+            path, spare = self._path("log", self._number), self._folder / _SPARE
+            self._journal = Journal(path, spare, sync=self.durability.sync)
 
     def _load(self, store: Store) -> bool:
         snapshots, logs = self._numbers("snapshot"), self._numbers("log")
@@ -216,9 +219,11 @@ class Keeper:
         """A snapshot is written: what was before it is not needed any more."""
         self._writer = None
         for kind in ("log", "snapshot"):
-            for old in self._numbers(kind):
-                if old < number:
-                    self._path(kind, old).unlink(missing_ok=True)
+            for old in [self._path(kind, n) for n in self._numbers(kind) if n < number]:
+                if kind == "log" and old.stat().st_size <= 2 * self.durability.limit:
+                    old.replace(self._folder / _SPARE)  # the next log is written over it
+                else:
+                    old.unlink(missing_ok=True)
 
     def _failed(self) -> None:
         self._writer = None

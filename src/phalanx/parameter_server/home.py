@@ -19,9 +19,12 @@ import numpy as np
 from phalanx.core.elsewhere import Pending, Rows
 from phalanx.errors import AbortedError, ContextError
 from phalanx.parameter_server.closure import current_closure, updates_of
-from phalanx.parameter_server.requests import Read, Servers, Update, own_token
+from phalanx.parameter_server.own_tokens import TokenLine
+from phalanx.parameter_server.requests import Read, Servers, Token, Update
 
 __all__ = ["Freed", "ServersHome"]
+
+_ATTEMPTS = 5  # to make an update of no closure
 
 
 class Freed(NamedTuple):
@@ -50,6 +53,7 @@ class ServersHome:
         self._servers: Servers | None = None
         self._turn = threading.RLock()  # `Servers` are for one thread at a time
         self._is_closed = False
+        self._tokens = TokenLine()
         self._freed: dict[int, deque[Freed]] = {}  # by server
         self.when_freed: list[Callable[[int], None]] = []
         """Called with the id of each variable that servers do not hold any more."""
@@ -133,14 +137,22 @@ class ServersHome:
             return servers.preview(updates)[0]
 
     def _push_alone(self, updates: Sequence[Update]) -> None:
-        """Make updates that belong to no closure."""
+        """Make updates that belong to no closure.
+
+        Another task may have taken this one for lost, and settled the attempt. Then the servers say
+        whether it counts; if it does not, it is made again.
+        """
         with self.in_turn() as servers:
-            commit = servers.push(own_token(), updates)
-        if not commit.applied:
-            raise AbortedError(
-                "The parameter servers have refused an update, because its number was used before. "
-                f"Received: updates of {sorted({u.variable.name for u in updates})}"
-            )
+            closure = self._tokens.take().closure
+            for attempt in range(_ATTEMPTS):
+                token = Token(closure, attempt)
+                if servers.push(token, updates).applied or servers.settle([token])[token].committed:
+                    return
+        raise AbortedError(
+            f"The parameter servers have refused an update {_ATTEMPTS} times, because other tasks took "
+            "this one for lost each time. "
+            f"Received: updates of {sorted({u.variable.name for u in updates})}"
+        )
 
     # -- freeing -----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from phalanx.parameter_server.service import PURPOSE
 from phalanx.parameter_server.session import Session
 from phalanx.parameter_server.wire import LIMITS, Kind
 
-__all__ = ["find_run"]
+__all__ = ["find_run", "run_of_all"]
 
 _log = logging.getLogger("phalanx")
 
@@ -47,6 +47,25 @@ def find_run(session: Session, leader: Task, timeout: float) -> str:
         if now - named >= _NAMED:
             named = now
             _log.warning("Waiting for %s, for %.0f seconds.", whom, now - begun)
+        time.sleep(_PAUSE)
+
+
+def run_of_all(session: Session, timeout: float) -> str:
+    """The run that all servers serve at this moment; "" if they do not serve the same one.
+
+    Args:
+        session: has the servers and the key.
+        timeout: seconds to wait for servers that do not answer.
+    """
+    begun = named = time.monotonic()
+    while True:
+        runs, missing = _ask(session)
+        now = time.monotonic()
+        if not missing or now - begun > timeout:  # who is missing is named where it is needed
+            return runs.pop() if len(runs) == 1 and not missing else ""
+        if now - named >= _NAMED:
+            named = now
+            _log.warning("Waiting for %s, for %.0f seconds.", missing, now - begun)
         time.sleep(_PAUSE)
 
 

@@ -6,7 +6,6 @@ Everything here is a plain value. Who computes it and how it travels is the busi
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +23,6 @@ __all__ = [
     "Token",
     "Update",
     "VariableDefinition",
-    "own_token",
 ]
 
 
@@ -40,18 +38,6 @@ class Token(NamedTuple):
 
     closure: int
     attempt: int = 0
-
-
-def own_token() -> Token:
-    """A token for updates that belong to no closure; servers know it by its negative number.
-
-    They remember the last few thousands of these, so that what is sent again counts once.
-
-    >>> first, second = own_token(), own_token()
-    >>> first.closure < 0, first != second
-    (True, True)
-    """
-    return Token(-1 - secrets.randbits(62))
 
 
 @dataclass(frozen=True)
@@ -193,6 +179,12 @@ class Servers(Protocol):
             value: what the closure returns, kept by a server until the coordinator has it.
         """
 
+    def settle(self, tokens: Sequence[Token]) -> dict[Token, Settled]:
+        """Find out, and decide, what became of attempts whose worker is lost.
+
+        From then on these attempts change nothing any more.
+        """
+
 
 class PipelinedServers(Servers, Protocol):
     """Servers whose answers to pushes may be awaited later. Workers use these."""
@@ -228,12 +220,6 @@ class PipelinedServers(Servers, Protocol):
 
 class ManagedServers(PipelinedServers, Protocol):
     """What the coordinator needs besides."""
-
-    def settle(self, tokens: Sequence[Token]) -> dict[Token, Settled]:
-        """Find out, and decide, what became of attempts whose worker is lost.
-
-        From then on these attempts change nothing any more.
-        """
 
     def forget(self, below: int) -> None:
         """Closures with smaller numbers are done: no task asks for them, or tries them, again."""

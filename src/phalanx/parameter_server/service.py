@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ from phalanx.parameter_server.buffers import BufferPool
 from phalanx.parameter_server.commands import perform
 from phalanx.parameter_server.durability import Durability, Keeper, fresh_store
 from phalanx.parameter_server.lane import LANED, restored
-from phalanx.parameter_server.requests import VariableDefinition
+from phalanx.parameter_server.requests import Token, VariableDefinition
 from phalanx.parameter_server.shared_memory import open_shared
 from phalanx.parameter_server.snapshots import load_snapshot, records_of, write_snapshot
 from phalanx.parameter_server.store import Outcome, Store
@@ -48,6 +49,7 @@ PURPOSE = "ps"
 
 _MOST_SAVED = 64
 _CARE = 1.0  # seconds between looks at what is to be kept
+_DOUBT = 2.0  # seconds after which it is said that a commit of no closure has been staged only
 _FOLDER = "run-"
 _RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
@@ -61,6 +63,19 @@ class _Run:
     store: Store
     keeper: Keeper | None
     saved: list[str] = field(default_factory=list)  # the latest requests to save or load
+    staged: dict[Token, float] = field(default_factory=dict)  # of no closure, and since when
+
+    def look_for_doubtful(self) -> None:
+        """Note which attempts of no closure have been staged; a commit follows at once, or never."""
+        now = time.monotonic()
+        own = [token for token in self.store.staged if token.closure < 0]
+        self.staged = {token: self.staged.get(token, now) for token in own}
+
+    @property
+    def doubtful(self) -> list[Token]:
+        """Attempts of no closure whose task may have died between staging and commit."""
+        latest = time.monotonic() - _DOUBT
+        return [token for token, since in self.staged.items() if since <= latest]
 
 
 @dataclass(eq=False)
@@ -306,6 +321,7 @@ class ParameterService:
             "run": name,
             **held,
             **self._counts,
+            "doubtful": [] if run is None else run.doubtful,
             "connections": len(self._sessions),
             "log_bytes": log,
         }
@@ -342,7 +358,10 @@ class ParameterService:
 
     def _take_care(self) -> None:
         run = self._run
-        if run is not None and run.keeper is not None:
+        if run is None:
+            return
+        run.look_for_doubtful()
+        if run.keeper is not None:
             with contextlib.suppress(OSError):
                 run.keeper.take_care(run.store)
 

@@ -70,19 +70,27 @@ def _packed(kind: int, fields: dict[str, Any]) -> bytes:
     return bytes([kind]) + json.dumps(fields).encode()
 
 
-def write_snapshot(path: Path, records: Iterable[Record]) -> None:
-    """Write a snapshot; afterwards either all of it is there, or nothing."""
+def write_snapshot(path: Path, records: Iterable[Record], *, sync: bool = True) -> None:
+    """Write a snapshot; afterwards either all of it is there, or nothing.
+
+    Args:
+        path: of the file.
+        records: what it holds.
+        sync: whether it shall survive the death of the machine, too.
+    """
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)
     journal = Journal(fresh)
     try:
         for record in records:
             journal.append(record)
-        journal.sync()
+        if sync:
+            journal.sync()
     finally:
         journal.close()
     fresh.replace(path)
-    _sync_folder(path.parent)
+    if sync:
+        _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -132,11 +140,15 @@ def _load_tokens(store: Store, record: list[bytes]) -> None:
     store.settled = fields["settled"]
     store.freed = dict.fromkeys(fields.get("freed", ()))
     store.counts.update(fields["counts"])
-    for known, buffer in zip((store.applied, store.own), record[1:3], strict=True):
-        known.update((int(c), int(a)) for c, a in np.frombuffer(buffer, np.int64).reshape(-1, 2))
+    store.applied.update(_pairs(record[1]))
+    store.own.update(_pairs(record[2]))
     at = 0
     for closure, size in fields["values"]:
         store.values[closure] = record[3][at : at + size]
         at += size
     for closure, attempts in fields["fences"]:
         store.fences[closure] = set(attempts)
+
+
+def _pairs(buffer: bytes) -> Iterator[tuple[int, int]]:
+    return ((int(c), int(a)) for c, a in np.frombuffer(buffer, np.int64).reshape(-1, 2))

@@ -19,6 +19,7 @@ import numpy as np
 
 from phalanx.errors import InvalidArgumentError, NotFoundError
 from phalanx.parameter_server.buffers import BufferPool, is_shared
+from phalanx.parameter_server.own_tokens import OwnTokens
 from phalanx.parameter_server.previews import Ready, read_rows, rows_after, value_after
 from phalanx.parameter_server.requests import OptimizerDefinition, Token, Update, VariableDefinition
 from phalanx.parameter_server.server_optimizer import ServerOptimizer, Slots
@@ -30,7 +31,7 @@ __all__ = ["Outcome", "Store", "Trace"]
 Array = np.ndarray[Any, Any]
 
 _FEW = 256  # closures
-_MOST_OWN = 4096  # tokens of no closure that are remembered
+_MOST_FENCED = 4096  # updates of no closure that are refused and remembered
 _MOST_FREED = 4096  # variables that were freed and are remembered
 _NOTHING: tuple[Sequence[Update], bytes] = ((), b"")
 
@@ -105,7 +106,7 @@ class Store:
         self.optimizers: dict[int, ServerOptimizer] = {}
         self.applied: dict[int, int] = {}  # closure -> the attempt that counts
         self.values: dict[int, bytes] = {}  # closure -> what it returned
-        self.own: dict[int, int] = {}  # the same as `applied`, for updates of no closure
+        self.own = OwnTokens()  # the same as `applied`, for updates of no closure
         self.staged: dict[Token, tuple[Sequence[Update], bytes]] = {}
         self._ready: dict[Token, dict[int, Ready]] = {}  # what was computed already of what is staged
         self.fences: dict[int, set[int]] = {}  # closure -> attempts that are refused
@@ -299,9 +300,17 @@ class Store:
     def inquire(self, token: Token) -> tuple[Trace, bytes]:
         """What is known of an attempt; from now on it is fenced off. Also what the closure returned."""
         self.fences.setdefault(token.closure, set()).add(token.attempt)
+        if token.closure < 0:
+            self._forget_fences()
         if self._attempt(token.closure) == token.attempt:
             return Trace.APPLIED, self.values.get(token.closure, b"")
         return (Trace.STAGED if token in self.staged else Trace.NONE), b""
+
+    def _forget_fences(self) -> None:
+        """Forget the oldest attempts of no closure that were fenced off, if there are many."""
+        own = [closure for closure in self.fences if closure < 0]
+        for closure in own[:-_MOST_FENCED]:
+            del self.fences[closure]
 
     def decide(self, token: Token, is_commit: bool) -> Outcome:
         """Make, or forget, what an attempt has staged: the coordinator has decided."""
@@ -342,7 +351,7 @@ class Store:
         return checked(update)
 
     def _attempt(self, closure: int) -> int | None:
-        return (self.applied if closure >= 0 else self.own).get(closure)
+        return self.applied.get(closure) if closure >= 0 else self.own.attempt(closure)
 
     def _may(self, token: Token) -> Outcome | None:
         """What to answer to an attempt without doing anything; None if it is to be done."""
@@ -351,6 +360,8 @@ class Store:
         if known is not None:
             return Outcome.REPEATED if known == attempt else Outcome.REFUSED
         if 0 <= closure < self.settled or attempt in self.fences.get(closure, ()):
+            return Outcome.REFUSED
+        if closure < 0 and self.own.is_over(closure):
             return Outcome.REFUSED
         return None
 
@@ -364,9 +375,7 @@ class Store:
             if value:
                 self.values[token.closure] = value
         else:
-            self.own[token.closure] = token.attempt
-            if len(self.own) > _MOST_OWN:
-                del self.own[next(iter(self.own))]
+            self.own.note(token)
         self.counts["updates"] += len(updates)
         ready = self._ready.pop(token, None)
         self._apply(updates if ready is None else self._put_ready(ready, updates))

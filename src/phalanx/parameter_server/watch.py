@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ from phalanx.job.hub.descriptions import Task
 from phalanx.net.stream import Stream
 from phalanx.parameter_server import wire
 from phalanx.parameter_server.home import ServersHome
+from phalanx.parameter_server.lost_commits import LostCommits
+from phalanx.parameter_server.requests import Token
 from phalanx.parameter_server.server_link import Refusal, greeted
 from phalanx.parameter_server.session import Session
 from phalanx.parameter_server.wire import Kind
@@ -35,10 +38,18 @@ class ServerWatch:
     Args:
         session: the run.
         home: where its variables are. The watch ends with it.
+        settles: whether to settle commits whose task may have died in the middle of them.
     """
 
-    def __init__(self, session: Session, home: weakref.ref[ServersHome]) -> None:
-        self._watched = [_Watched(task, session, home) for task in session.servers]
+    def __init__(
+        self,
+        session: Session,
+        home: weakref.ref[ServersHome],
+        settles: bool = False,
+    ) -> None:
+        self._lost = LostCommits(session) if settles else None
+        doubt = None if self._lost is None else self._lost.doubt
+        self._watched = [_Watched(task, session, home, doubt) for task in session.servers]
 
     def start(self) -> ServerWatch:
         """Begin; each server has a thread of its own, so that none hides the silence of another."""
@@ -50,6 +61,8 @@ class ServerWatch:
         """Ask no more."""
         for watched in self._watched:
             watched.close()
+        if self._lost is not None:
+            self._lost.close()
 
     @property
     def missing(self) -> list[int]:
@@ -68,10 +81,17 @@ class _Watched:
         task: the server.
         session: the run.
         home: where its variables are.
+        doubt: called with attempts whose task may be dead.
     """
 
-    def __init__(self, task: Task, session: Session, home: weakref.ref[ServersHome]) -> None:
-        self._task, self._home = task, home
+    def __init__(
+        self,
+        task: Task,
+        session: Session,
+        home: weakref.ref[ServersHome],
+        doubt: Callable[[Sequence[Token]], None] | None,
+    ) -> None:
+        self._task, self._home, self._doubt = task, home, doubt
         hello = {"run": session.run, "index": task.id}
         self._greet = partial(greeted, task.address, session.key, hello, _BEAT)
         self._heard = time.monotonic()
@@ -107,7 +127,9 @@ class _Watched:
                 try:
                     if stream is None:
                         stream = self._greet()
-                    _ask(stream, wire.with_fields(Kind.STATUS, {}))
+                    status = wire.fields_in(_ask(stream, wire.with_fields(Kind.STATUS, {})))
+                    if self._doubt is not None and status.get("doubtful"):
+                        self._doubt([Token(*found) for found in status["doubtful"]])
                     if not self._free(stream):
                         break
                 except (Refusal, PhalanxError, OSError) as error:
@@ -159,6 +181,8 @@ class _Watched:
         return silent + min(_MOST, max(_LATE, silent))
 
 
-def _ask(stream: Stream, request: list[Any]) -> None:
+def _ask(stream: Stream, request: list[Any]) -> Sequence[Any]:
     stream.send(request, 1, _BEAT)
-    wire.read_outcome(stream.receive(_BEAT).buffers)
+    answer = stream.receive(_BEAT).buffers
+    wire.read_outcome(answer)
+    return answer

@@ -7,7 +7,9 @@ variables; the others wait for each of them. Nothing else connects the workers.
 from __future__ import annotations
 
 import logging
+import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,10 +17,12 @@ from phalanx.cluster import roles
 from phalanx.core.options import InputContext
 from phalanx.errors import DeadlineExceededError, InvalidValueError
 from phalanx.job.hub.descriptions import Task
+from phalanx.job.launcher_notice import tell_whether_workers_train
 from phalanx.parameter_server.client import ServerConnections
-from phalanx.parameter_server.joining import find_run
+from phalanx.parameter_server.joining import find_run, run_of_all
 from phalanx.parameter_server.remote_variable import RemoteVariable
 from phalanx.parameter_server.requests import VariableDefinition
+from phalanx.parameter_server.watch import ServerWatch
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.parameter_server import (
     ParameterServerExtended,
@@ -41,6 +45,8 @@ class OldParameterServerExtended(ParameterServerExtended):
         self._type, self._id = resolver.task_type, resolver.task_id
         self._is_chief = self._type != "worker" or roles.is_chief(self._cluster, "worker", self._id)
         self._begins = self._is_chief
+        if self._is_chief and self._type is not None:  # until a coordinator uses this strategy
+            tell_whether_workers_train(True)
 
     @property
     def experimental_between_graph(self) -> bool:
@@ -70,12 +76,22 @@ class OldParameterServerExtended(ParameterServerExtended):
                 "px.experimental.ParameterServerStrategy. A coordinator is a task of its own, mostly "
                 f"the chief, and workers run a px.Server then. Received: task {self._type} {self._id}"
             )
+        if self._type == "chief":
+            tell_whether_workers_train(False)
+
+    def _new_watch(self) -> ServerWatch:
+        return ServerWatch(self.session, weakref.ref(self.home), settles=True)
 
     # -- variables -------------------------------------------------------------------------------
 
     def _reach(self) -> ServerConnections:
+        timeout = self._options.worker_timeout
         if not self._is_chief:
-            self.take_part(find_run(self.session, self._leader, self._options.worker_timeout))
+            self.take_part(find_run(self.session, self._leader, timeout))
+        elif int(os.environ.get("PHALANX_RESTART", "0")):  # go on with what this task had begun
+            run = run_of_all(self.session, timeout)
+            if run:
+                self.take_part(run)
         return super()._reach()
 
     @property
@@ -153,7 +169,7 @@ class OldParameterServerStrategy(ParameterServerStrategy):
     this strategy too; then it is the same as that one.
 
     Examples:
-        A program for ``phalanx run -n 2 --ps 1 --no-chief train.py``::
+        A program for ``phalanx run -n 2 --ps 1 train.py``::
 
             resolver = px.cluster_resolver.TFConfigClusterResolver()
             if resolver.task_type == "ps":

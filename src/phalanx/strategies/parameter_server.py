@@ -198,8 +198,11 @@ class ParameterServerExtended(ReplicatedExtended):
 
     def _reach(self) -> ServerConnections:
         servers = self.session.connect(begin=self._begins)
-        self.watch = ServerWatch(self.session, weakref.ref(self.home)).start()
+        self.watch = self._new_watch().start()
         return servers
+
+    def _new_watch(self) -> ServerWatch:
+        return ServerWatch(self.session, weakref.ref(self.home))
 
     def connect(self) -> ServerConnections:
         """The connections of this process to the servers, made when they are first needed."""

@@ -66,6 +66,8 @@ class JobState:
         self._progress = Progress()
         self._stack_requests = StackRequests(self._records)
         self._shown_at = -1e9  # when a member last showed the table
+        self.workers_train = False
+        """Whether a chief has said that workers do not serve it: they end by themselves."""
 
     # -- what is known ---------------------------------------------------------------------------
 
@@ -153,6 +155,9 @@ class JobState:
                 return self._table(peer, message, now)
             if kind == "stacks":
                 return self._ask_stacks(peer, message, now)
+            if kind == "workers":
+                self.workers_train = message.get("train") is True
+                return [(peer, acknowledged(message))]
             if record is None or record.is_gone:
                 return [(peer, acknowledged(message))] if kind == "leave" else []
             handlers = {
@@ -373,6 +378,7 @@ class JobState:
             "rows": rows,
             "first": first,
             "failure": self._failure.as_dict() if self._failure else None,
+            "workers_train": self.workers_train,
         }
         return [(peer, answer)]
 

@@ -140,6 +140,11 @@ class Hub:
         return self._state.failure
 
     @property
+    def workers_train(self) -> bool:
+        """Whether the chief has said that the workers end by themselves."""
+        return self._state.workers_train
+
+    @property
     def is_used(self) -> bool:
         """Whether there are connections."""
         return bool(self._connections) or (self._listener is not None and self._listener.strangers > 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phalanx.job.launch.worker_process import shell_code
@@ -64,6 +64,7 @@ class ExitPolicy:
         restarts: for each process, how often it is started again after a failure; the default is 0.
         expendable: for each process, whether the job goes on after its failure, as long as another
             such process is left; the default is that it does not.
+        all_train: asked whether expendable processes are essential after all, and not expendable.
 
     Examples:
         >>> ending = ExitPolicy([True, True])
@@ -79,6 +80,10 @@ class ExitPolicy:
         >>> ending.exited(1, -9, now=0.0)
         >>> ending.goes_on(1), ending.restarted[1]
         (True, 1)
+        >>> ending = ExitPolicy([True, False], expendable=[False, True], all_train=lambda: True)
+        >>> ending.exited(0, 0, now=0.0)
+        >>> ending.reason, ending.exited(1, 0, now=1.0), ending.reason
+        (None, None, <EndReason.DONE: 'done'>)
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class ExitPolicy:
         patience: Patience = DEFAULT_PATIENCE,
         restarts: Sequence[int] | None = None,
         expendable: Sequence[bool] | None = None,
+        all_train: Callable[[], bool] = lambda: False,
     ) -> None:
         self.codes: list[int | None] = [None] * len(essential)
         self.first_failure: int | None = None
@@ -96,6 +102,8 @@ class ExitPolicy:
         self._essential = list(essential)
         self._restarts = list(restarts or [0] * len(essential))
         self._expendable = list(expendable or [False] * len(essential))
+        self._all_train = all_train
+        self._dispensed: set[int] = set()  # those that have failed, and were not needed then
         self._patience = patience
         self._plan: list[tuple[int, float]] = []
         self._signum = 0
@@ -116,7 +124,9 @@ class ExitPolicy:
         if code != 0 and not self._is_dispensable(index):
             self.first_failure = index
             self._begin(EndReason.FAILURE, now)
-        elif code == 0 and all(c == 0 for c, e in zip(self.codes, self._essential, strict=True) if e):
+        elif code != 0:
+            self._dispensed.add(index)
+        elif all(self.codes[i] == 0 for i in self._awaited()):
             self._begin(EndReason.DONE, now)
 
     def interrupt(self, signum: int, now: float) -> None:
@@ -179,8 +189,19 @@ class ExitPolicy:
 
     def _is_dispensable(self, index: int) -> bool:
         """Whether the job goes on without a process that has failed."""
+        if self._all_train():
+            return False
         others = zip(self.codes, self._expendable, strict=True)
         return self._expendable[index] and any(code is None and other for code, other in others)
+
+    def _awaited(self) -> list[int]:
+        """The processes that must succeed."""
+        chosen = [self._essential]
+        if self._all_train():
+            chosen.append(self._expendable)
+        return [
+            i for i, of in enumerate(zip(*chosen, strict=True)) if any(of) and i not in self._dispensed
+        ]
 
     def _begin(self, reason: EndReason, now: float) -> None:
         self.reason = reason

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -116,8 +116,13 @@ def is_restarted_in_parts(tasks: Sequence[Task]) -> bool:
     return any(task.type == "ps" for task in tasks)
 
 
-def ending_of(job: Job) -> ExitPolicy:
-    """When a job is over, and which of its processes are started again."""
+def ending_of(job: Job, workers_train: Callable[[], bool] = lambda: False) -> ExitPolicy:
+    """When a job is over, and which of its processes are started again.
+
+    Args:
+        job: what runs.
+        workers_train: asked whether workers end by themselves, although there is a chief.
+    """
     types = [task.type for task in job.tasks]
     in_parts = is_restarted_in_parts(job.tasks)
     patience = job.patience
@@ -129,6 +134,7 @@ def ending_of(job: Job) -> ExitPolicy:
         patience,
         restarts=[job.restarts if in_parts else 0] * len(types),
         expendable=[has_coordinator and kind == "worker" for kind in types],
+        all_train=workers_train,
     )
 
 
@@ -152,7 +158,8 @@ def _attempt(
     job: Job, view: JobDisplay, attempt: int, timeout: float | None, interrupts: Interrupts
 ) -> JobOutcome:
     running: dict[Task, Running] = {}
-    ending = ending_of(job)
+    hub: Hub
+    ending = ending_of(job, lambda: hub.workers_train)
 
     def cause_of_death(task: Task) -> int | None:
         return running[task].wait(_DEATH_SECONDS) if task in running else None
