@@ -87,7 +87,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class Program:
+class FlatProgram:
     """One program, flat."""
 
     nodes: list[Node] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Reader:
         self._numbers: dict[Any, int] = {}
         self._meeting: dict[int, bool] = {}
 
-    def read(self, traced: Traced, inputs: Sequence[Slot]) -> Program:
+    def read(self, traced: Traced, inputs: Sequence[Slot]) -> FlatProgram:
         """One of the programs, flat."""
         jaxpr, constants = traced
         ins = []
@@ -114,7 +114,7 @@ class Reader:
             else:
                 value.slot = slot
             ins.append(value)
-        program = Program()
+        program = FlatProgram()
         given = [self._constant(x) for x in constants]
         program.outs = _Walk(self, program).through(jaxpr, given, ins)
         return program
@@ -147,7 +147,7 @@ class Reader:
 class _Walk:
     """Goes through one program."""
 
-    def __init__(self, reader: Reader, program: Program) -> None:
+    def __init__(self, reader: Reader, program: FlatProgram) -> None:
         self._reader, self._program = reader, program
         self._repeated: dict[Any, int] = {}
 
