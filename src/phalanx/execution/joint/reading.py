@@ -21,18 +21,6 @@ Traced = tuple[Any, Sequence[Any]]
 MARKS = {compat.SAME_ON_ALL_REPLICAS, compat.SAME_IN_ALL_PROGRAMS}
 """Replicas do not meet there, but their programs must have the same value."""
 
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
-"""Equations that do what is in this parameter. Custom derivatives are not among them:
-differentiating the joint program needs their rules."""
-
 NOTHING = object()
 
 
@@ -168,8 +156,9 @@ class _Walk:
         for eqn in jaxpr.eqns:
             given = [read(x) for x in eqn.invars]
             meets = reader._meets(eqn)
-            if meets and eqn.primitive.name in _CALLS:
-                inner = eqn.params[_CALLS[eqn.primitive.name]]
+            # Functions with derivatives of their own are not read: differentiating needs their rules.
+            if meets and eqn.primitive.name in program_parts.CALLS:
+                inner = eqn.params[program_parts.CALLS[eqn.primitive.name]]
                 held = [reader._constant(x) for x in getattr(inner, "consts", ())]
                 outs = self.through(getattr(inner, "jaxpr", inner), held, given)
             elif meets and eqn.primitive.name not in MARKS:
