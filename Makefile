@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Three processes for two processors: many tests wait for other processes, or for a deadline.
+SUITE  := -n 3 --dist worksteal -q -m "not soak and not ray"
+# Programs are compiled as users compile them; the other tests save that time (conftest.py).
+AS_USERS := JAX_DISABLE_MOST_OPTIMIZATIONS=0
 
 .PHONY: demo test test-newest test-ray soak coverage durations lint format docs bench clean
 .DEFAULT_GOAL := test
@@ -17,24 +21,24 @@ demo: $(STAMP)          ## train the digits classifier on four replicas
 	$(BIN)/phalanx demo
 
 test: $(STAMP)          ## the whole test suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not soak and not ray"
+	$(BIN)/python -m pytest $(SUITE)
 
 test-newest:            ## the test suite on Python 3.13 and the newest JAX, where they are to be had
-	$(PYTHON) tools/newest.py
+	$(AS_USERS) $(PYTHON) tools/newest.py
 
 test-ray: $(STAMP)      ## the tests that need Ray, which is installed if it is missing
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
 	$(BIN)/python -m pytest -q -m ray tests/job/launch  # others start JAX when they are collected, which Ray would fork
 
 soak: $(STAMP)          ## the slow stress tests
-	$(BIN)/python -m pytest -q -m soak
+	$(AS_USERS) $(BIN)/python -m pytest -q -m soak
 
 coverage: $(STAMP)      ## which lines the tests reach; the report is in build/coverage
 	$(BIN)/python -c 'import pytest_cov' 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[coverage]'
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not soak and not ray" --cov --cov-report=term:skip-covered --cov-report=html
+	$(BIN)/python -m pytest $(SUITE) --cov --cov-report=term:skip-covered --cov-report=html
 
 durations: $(STAMP)     ## the slowest tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "not soak and not ray" --durations=50 --durations-min=1
+	$(BIN)/python -m pytest $(SUITE) --durations=50 --durations-min=1
 
 lint: $(STAMP)          ## formatting, lint rules and types
 	$(BIN)/ruff format --check .

@@ -2,15 +2,31 @@
 
 import os
 import signal
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from hypothesis import settings
 
-# What one of the many processes has compiled, the others find here. JAX reads this when it is imported.
+# What one of the many processes has compiled, the others find: modules of Python, and programs of JAX.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 CACHE = Path(__file__).parent / ".cache" / "programs"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# Most programs run once or twice here, so compiling takes longer than running. XLA therefore makes code
+# without optimizing it much; what it does to whole programs, such as partitioning, is as users have it.
+# With JAX_DISABLE_MOST_OPTIMIZATIONS=0, as in `make soak`, the code is that of users too.
+HURRIED = "--xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if (
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    and HURRIED not in os.environ.get("XLA_FLAGS", "")  # given by the process that starts the others
+    and version("jaxlib").startswith("0.10.")  # XLA ends processes with flags that it does not know
+):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HURRIED}".strip()
 
 import phalanx as px  # noqa: E402
 

@@ -322,15 +322,8 @@ NAMESAKES = {
     "Server": {"coordinator/rpc.py", "coordinator/server.py"},
     # The public one says how a tensor is cut; the other how components lie in a global array.
     "Layout": {"core/values.py", "parallel/device_layout.py"},
-    # The public one lays a program out over devices; the other joins several programs.
-    "Plan": {"execution/joint/planning.py", "parallel/plan.py"},
-    # Both are one traced program: as it is called, and flat, as it is read to be joined.
-    "Program": {"execution/joint/reading.py", "execution/program.py"},
     # What the one promises, the other does.
     "Tap": {"core/traced_variables.py", "execution/taps.py"},
-    # Neither leaves its folder.
-    "Rows": {"core/elsewhere.py", "data/plan/nodes.py"},
-    "Table": {"core/elsewhere.py", "execution/lifetimes.py"},
 }
 """Classes of one name, and why there may be two."""
 

@@ -11,13 +11,14 @@ import phalanx as px
 collect_ignore = ["record_mindspore.py", "record_torch.py"]  # programs, which need what they record
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair() -> Iterator[px.testing.MultiProcess]:
-    with px.testing.MultiProcess(workers=2) as cluster:
+    with px.testing.MultiProcess(workers=2, preload=["phalanx"]) as cluster:
         yield cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trio() -> Iterator[px.testing.MultiProcess]:
+    # Copies of one process have equal hashes of strings; these have not, and must agree.
     with px.testing.MultiProcess(workers=3) as cluster:
         yield cluster

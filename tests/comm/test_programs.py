@@ -154,7 +154,7 @@ def finished(result: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[px.testing.MultiProcess]:
-    with px.testing.MultiProcess(workers=SIZE) as cluster:
+    with px.testing.MultiProcess(workers=SIZE, preload=["phalanx"]) as cluster:
         yield cluster
 
 

@@ -201,7 +201,7 @@ def disagree(name: str) -> str:
 
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_workers_that_disagree(name: str) -> None:
-    with px.testing.MultiProcess(workers=2) as cluster:
+    with px.testing.MultiProcess(workers=2, preload=["phalanx"]) as cluster:
         first, second = cluster.run(disagree, name, timeout=60)
     assert first == second
     assert first != "no error"

@@ -186,7 +186,7 @@ def test_gradients_agree_with_one_device(executor: str, count: int, ranks: tuple
     def losses_of_all(rows: Any) -> Any:
         return [jnp.sum(model(p, rows, jnp)[-1] ** 2 * weights) for p in programs]
 
-    wanted = jax.jacrev(losses_of_all)(jnp.asarray(inputs(count)))
+    wanted = jax.jit(jax.jacrev(losses_of_all))(jnp.asarray(inputs(count)))
 
     def each(x: Any) -> Any:
         def total(xs: Any) -> Any:

@@ -46,7 +46,7 @@ def mixed() -> dict[str, Any]:
 @pytest.mark.parametrize("devices", [1, 2])  # with one, both kinds of programs have the same devices
 def test_strategies_and_collectives_take_turns(devices: int) -> None:
     count = 2 * devices
-    with px.testing.MultiProcess(workers=2, devices=devices) as cluster:
+    with px.testing.MultiProcess(workers=2, devices=devices, preload=["phalanx"]) as cluster:
         results = cluster.run(mixed, timeout=120)
     for rank, found in enumerate(results):
         assert (found["size"], found["ready"]) == (2, True)
@@ -102,7 +102,7 @@ def between_replicas_of_workers() -> dict[str, Any]:
 
 
 def test_eager_replicas_of_several_workers() -> None:
-    with px.testing.MultiProcess(workers=2, devices=2) as cluster:
+    with px.testing.MultiProcess(workers=2, devices=2, preload=["phalanx"]) as cluster:
         first, second = cluster.run(between_replicas_of_workers, timeout=120)
     assert (list(first), list(second)) == ([0, 1], [2, 3])
     for rank, found in {**first, **second}.items():

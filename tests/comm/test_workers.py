@@ -354,7 +354,9 @@ def between_devices() -> list[Any]:
 
 
 def test_arrays_of_accelerators_stay_there() -> None:
-    with px.testing.MultiProcess(workers=2, env={"PHALANX_COMM_ROUTE": "devices"}) as cluster:
+    with px.testing.MultiProcess(
+        2, preload=["phalanx"], env={"PHALANX_COMM_ROUTE": "devices"}
+    ) as cluster:
         first, second = cluster.run(between_devices)
     shared = [[1, 3, 5, 7], [1, 2, 3], [2, 1], [1, 2], [1, 2, 3, 4]]
     assert first == [*shared, [0, 1, 2], [0], [1, 3]]

@@ -38,7 +38,7 @@ def answer(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _answers() -> list[dict[str, Any]]:
-    with px.testing.MultiProcess(workers=2, env={"PHALANX_DEADLINE": "30"}) as cluster:
+    with px.testing.MultiProcess(2, preload=["phalanx"], env={"PHALANX_DEADLINE": "30"}) as cluster:
         return cluster.run(_measure, list(MEASURED), timeout=120.0)
 
 
@@ -175,7 +175,7 @@ def mw_per_replica_mode(s: px.MultiWorkerMirroredStrategy) -> Any:
 
 
 def failures(fn: Callable[..., Any]) -> list[BaseException | None]:
-    with px.testing.MultiProcess(workers=2, env={"PHALANX_DEADLINE": "30"}) as cluster:
+    with px.testing.MultiProcess(2, preload=["phalanx"], env={"PHALANX_DEADLINE": "30"}) as cluster:
         return [outcome.error for outcome in cluster.start(fn).results(timeout=120.0)]
 
 

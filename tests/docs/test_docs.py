@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -65,9 +66,16 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 PROGRAMS = [block for block in BLOCKS if block.mark == "own-process"]
 
 
+# Programs are compiled as readers compile them, unlike those of other tests (conftest.py).
+AS_READERS = {
+    k: v for k, v in os.environ.items() if k not in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
+}
+
+
 def run_program(code: str, given: str = "") -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
+        env=AS_READERS,
         input=given,
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ Each is written as its authors would, and gives the same numbers on two or four 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +46,13 @@ def weights_of(strategy: px.Strategy, *shapes: tuple[int, ...]) -> list[px.Varia
         return [px.Variable(rng.standard_normal(s).astype(np.float32) * 0.3) for s in shapes]
 
 
+@functools.cache
+def alone(program: Callable[[px.Strategy], list[Any]]) -> list[Any]:
+    return program(px.OneDeviceStrategy("CPU:0"))
+
+
 def same_as_alone(name: str, program: Callable[[px.Strategy], list[Any]]) -> None:
-    alone = program(px.OneDeviceStrategy("CPU:0"))
-    for mine, wanted in zip(program(STRATEGIES[name]()), alone, strict=True):
+    for mine, wanted in zip(program(STRATEGIES[name]()), alone(program), strict=True):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(wanted), rtol=2e-4, atol=1e-5)
 
 

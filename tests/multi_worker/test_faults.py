@@ -243,33 +243,36 @@ def test_workers_that_do_nothing() -> None:
         looping.kill(1)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_program_that_never_comes_back_is_left(compiled: bool) -> None:
-    """gloo may wait for ever although the job has failed. The worker goes on, with its old state."""
-    with started_cluster(2, deadline=DEADLINE) as cluster:
-        run = cluster.start(faults.left_in_native_code, compiled, 1)
-        wait_until(cluster, run, 1, "ready")
-        cluster.stop(1)
-        assert cluster.wait(functools.partial(all_ended, run, [0]), 60.0)
-        cluster.kill(1)
-        kind, text, weights = outcomes(run.results(timeout=30.0), guilty=1)[0]
-        assert kind == "DeadlineExceededError", text
-        assert "Late: worker 1 " in text
-        assert weights == [5.0, 5.0, 5.0]
-        assert cluster.start(faults.me).results(timeout=30.0)[0].value == 0, "it still answers"
+def test_a_program_that_never_comes_back_is_left() -> None:
+    """gloo may wait forever although the job has failed. The worker goes on, with its old state."""
+    with contextlib.ExitStack() as stack:  # both executors wait at the same time
+        clusters = [stack.enter_context(started_cluster(2, deadline=DEADLINE)) for _ in range(2)]
+        runs = [c.start(faults.left_in_native_code, bool(i), 1) for i, c in enumerate(clusters)]
+        for cluster, run in zip(clusters, runs, strict=True):
+            wait_until(cluster, run, 1, "ready")
+            cluster.stop(1)
+        for cluster, run in zip(clusters, runs, strict=True):
+            assert cluster.wait(functools.partial(all_ended, run, [0]), 60.0)
+            cluster.kill(1)
+            kind, text, weights = outcomes(run.results(timeout=30.0), guilty=1)[0]
+            assert kind == "DeadlineExceededError", text
+            assert "Late: worker 1 " in text
+            assert weights == [5.0, 5.0, 5.0]
+            assert cluster.start(faults.me).results(timeout=30.0)[0].value == 0, "it still answers"
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_call_has_a_deadline_of_its_own(compiled: bool) -> None:
-    with started_cluster(2, deadline=50) as cluster:
-        run = cluster.start(faults.impatient_call, compiled, 1)
-        wait_until(cluster, run, 1, "ready")
-        assert cluster.wait(functools.partial(all_ended, run, [0]), 20.0)
-        cluster.kill(1)
-        kind, text, _ = outcomes(run.results(timeout=30.0), guilty=1)[0]
-        assert kind == "DeadlineExceededError", text
-        assert "worker 0 waited for 2 seconds" in text
-        assert "Late: worker 1 " in text
+def test_a_call_has_a_deadline_of_its_own() -> None:
+    with contextlib.ExitStack() as stack:
+        clusters = [stack.enter_context(started_cluster(2, deadline=50)) for _ in range(2)]
+        runs = [c.start(faults.impatient_call, bool(i), 1) for i, c in enumerate(clusters)]
+        for cluster, run in zip(clusters, runs, strict=True):
+            wait_until(cluster, run, 1, "ready")
+            assert cluster.wait(functools.partial(all_ended, run, [0]), 20.0)
+            cluster.kill(1)
+            kind, text, _ = outcomes(run.results(timeout=30.0), guilty=1)[0]
+            assert kind == "DeadlineExceededError", text
+            assert "worker 0 waited for 2 seconds" in text
+            assert "Late: worker 1 " in text
 
 
 def test_an_interrupt_ends_the_wait_for_a_late_worker() -> None:

@@ -37,7 +37,7 @@ class Change(NamedTuple):
     optimizer: int = 0
 
 
-class Rows(NamedTuple):
+class TableRead(NamedTuple):
     """A table to read from.
 
     Args:
@@ -45,11 +45,11 @@ class Rows(NamedTuple):
         indices: which rows, in this order; None for all of them.
     """
 
-    table: Table
+    table: RemoteTable
     indices: Any = None
 
 
-class Table(Protocol):
+class RemoteTable(Protocol):
     """What rows can be read from: a variable elsewhere, or one that consists of several."""
 
     home: Any
@@ -86,7 +86,7 @@ class Home(Protocol):
     def commit(self, changed: Mapping[Any, Pending]) -> None:
         """Make what was recorded count, all of it or nothing."""
 
-    def pull(self, reads: Sequence[Rows]) -> list[Any]:
+    def pull(self, reads: Sequence[TableRead]) -> list[Any]:
         """Read the values themselves, all of them in one round trip."""
 
     def preview(self, pending: Pending) -> Any:
@@ -144,7 +144,7 @@ class Pending:
             before = Pending(self.variable, self.changes[:count])
             self.known = self.variable.home.preview(before), count
         elif self.known is None:
-            self.learn(self.variable.home.pull([Rows(self.variable)])[0])
+            self.learn(self.variable.home.pull([TableRead(self.variable)])[0])
         assert self.known is not None
         value, done = self.known
         for change in self.changes[done:]:
@@ -153,7 +153,7 @@ class Pending:
         return value
 
 
-def check_indices(table: Table, indices: Any) -> None:
+def check_indices(table: RemoteTable, indices: Any) -> None:
     """Require that a table has these rows."""
     count = table.shape[0]
     if indices.size and (indices.min() < 0 or indices.max() >= count):
@@ -164,7 +164,7 @@ def check_indices(table: Table, indices: Any) -> None:
         )
 
 
-def read(home: Home, reads: Sequence[Rows]) -> list[Any]:
+def read(home: Home, reads: Sequence[TableRead]) -> list[Any]:
     """What this code sees of some variables, or of rows of them, with one round trip for all.
 
     Tables that consist of several variables can only be read by rows.
@@ -195,7 +195,7 @@ def read(home: Home, reads: Sequence[Rows]) -> list[Any]:
     return found
 
 
-def _with_own_writes(table: Table, rows: Any, indices: Any) -> Any:
+def _with_own_writes(table: RemoteTable, rows: Any, indices: Any) -> Any:
     for part, first in table.parts:
         changes = part.pending().changes
         if changes:

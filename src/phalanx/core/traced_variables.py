@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -364,3 +364,13 @@ def back_to(depth: tuple[int, bool]) -> None:
     """Take away the traces that this thread has got since then."""
     del _current.stack[depth[0] :]
     _current.apart = depth[1]
+
+
+def check_known(variable: Any, arrays: Iterable[Any]) -> None:
+    """Require that an eager step writes values that are known, and not those of a staged function."""
+    if compat.is_staging() or any(map(compat.is_tracer, arrays)):
+        raise ContextError(
+            f"Variable {variable.name!r} was written while JAX staged a function (jax.jit, lax.scan, "
+            "…), where values are not known yet. Return the new value from that function and "
+            "assign it outside, or use px.function in place of jax.jit."
+        )

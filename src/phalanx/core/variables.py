@@ -333,12 +333,7 @@ class Variable(StaysHere, Holder, Leaf, ArrayOperators, metaclass=VariableMeta):
 
     def _set_now(self, held: Any) -> None:
         """Replace what the variable holds at this point of an eager step."""
-        if compat.is_staging() or any(map(compat.is_tracer, getattr(held, "values", (held,)))):
-            raise ContextError(
-                f"Variable {self.name!r} was written while JAX staged a function (jax.jit, lax.scan, "
-                "…), where values are not known yet. Return the new value from that function and "
-                "assign it outside, or use px.function in place of jax.jit."
-            )
+        traced_variables.check_known(self, getattr(held, "values", (held,)))
         step = transactions.current()
         if step is None:
             transactions.atomically(self._set_now, held)

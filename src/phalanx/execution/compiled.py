@@ -182,6 +182,18 @@ class CompiledRun:
         self.changes: list[tuple[Any, Any]] = []
         """Variables of other processes, and what the step does to them."""
 
+    def _on_replicas(self, body: Callable[..., Any], arrays: Any, copies: Any) -> Any:
+        """Let replicas run the body, each with its parts of arrays and its copies of variables."""
+        mapped = jax.shard_map(
+            body,
+            mesh=self._mesh,
+            in_specs=(SPLIT, SPLIT),
+            out_specs=(SPLIT, WHOLE, WHOLE, SPLIT),
+            check_vma=False,
+        )
+        with explained():
+            return mapped(arrays, copies)
+
     def add(self) -> Any:
         """Trace the step and return its results."""
         leaf_values = leaves(self._inputs)
@@ -203,15 +215,7 @@ class CompiledRun:
             }
             return self._body(replace_leaves(self._inputs, mine), local)
 
-        mapped = jax.shard_map(
-            body,
-            mesh=self._mesh,
-            in_specs=(SPLIT, SPLIT),
-            out_specs=(SPLIT, WHOLE, WHOLE, SPLIT),
-            check_vma=False,
-        )
-        with explained():
-            results, common, mirrored, copied = mapped(arrays, copies)
+        results, common, mirrored, copied = self._on_replicas(body, arrays, copies)
         self._plain |= dict(zip(self._shared, common, strict=True))
         remaining = iter(mirrored)
         for variable in self._mirrored:

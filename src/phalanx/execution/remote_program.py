@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from phalanx.core import traced_variables, transactions
-from phalanx.core.elsewhere import Change, Home, Pending, Rows, check_indices, read
+from phalanx.core.elsewhere import Change, Home, Pending, TableRead, check_indices, read
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.variables import Variable
 from phalanx.errors import StrategyMismatchError
@@ -142,12 +142,12 @@ class RemoteProgram(Program):
     ) -> list[jax.Array]:
         rows: list[Any] = [None] * len(self._requests)
         values: list[Any] = []
-        missing = [Rows(variables[i]) for i in self._wholes]
+        missing = [TableRead(variables[i]) for i in self._wholes]
         if missing and (not self._stages or self._stages[0][1].wholes):
             values, missing = read(self._home, missing), []
         for asks, stage in self._stages:
             operands = iter(stage.run(variables, arrays, rows, values))
-            reads: list[Rows] = []
+            reads: list[TableRead] = []
             of_rows: list[int] = []
             for k in asks:
                 request = self._requests[k]
@@ -157,7 +157,7 @@ class RemoteProgram(Program):
                     continue
                 indices = np.asarray(next(operands))
                 check_indices(target, indices)
-                reads.append(Rows(target, indices))
+                reads.append(TableRead(target, indices))
                 of_rows.append(k)
             answers = read(self._home, [*reads, *missing])  # what the rest needs comes along
             if missing:

@@ -20,9 +20,8 @@ from phalanx.core.regrouping import regroup
 from phalanx.core.spmd import Shapes, SpmdPerReplica, different_shapes
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
-from phalanx.execution.compiled import SPLIT, WHOLE, CompiledRun, global_array, local_part
+from phalanx.execution.compiled import CompiledRun, global_array, local_part
 from phalanx.execution.joint import Slot, join
-from phalanx.execution.staging import explained
 from phalanx.runtime import compat
 from phalanx.runtime.host_memory import expect_model
 from phalanx.runtime.placement import REPLICA_AXIS
@@ -106,16 +105,7 @@ class UnevenRun(CompiledRun):
                 groups[group].append(jnp.asarray(slot.array))
             return groups
 
-        mapped = jax.shard_map(
-            body,
-            mesh=self._mesh,
-            in_specs=(SPLIT, SPLIT),
-            out_specs=(SPLIT, WHOLE, WHOLE, SPLIT),
-            check_vma=False,
-        )
-        with explained():
-            groups = mapped(arrays, copies)
-        return self._results(groups, *found)
+        return self._results(self._on_replicas(body, arrays, copies), *found)
 
     # -- tracing ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from phalanx.parallel.layout import NONE
 from phalanx.parallel.operators import OPAQUE, describe
 from phalanx.parallel.operators.base import Equation, Operator, Spec, free_dims, spec_of
 from phalanx.parallel.operators.elementwise import standing_for
-from phalanx.runtime import compat
+from phalanx.runtime import compat, program_parts
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,7 @@ class ProgramScope:
 
 
 CALLS: Mapping[str, str] = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
+    **program_parts.CALLS,
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",

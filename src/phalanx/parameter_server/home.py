@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.core.elsewhere import Pending, Rows
+from phalanx.core.elsewhere import Pending, TableRead
 from phalanx.errors import AbortedError, ContextError
 from phalanx.parameter_server.closure import current_closure, updates_of
 from phalanx.parameter_server.own_tokens import TokenLine
@@ -117,7 +117,7 @@ class ServersHome:
         if updates:
             self._push_alone(updates)
 
-    def pull(self, reads: Sequence[Rows]) -> list[np.ndarray[Any, Any]]:
+    def pull(self, reads: Sequence[TableRead]) -> list[np.ndarray[Any, Any]]:
         """Read variables, or rows of them, in one round trip."""
         wanted: list[Read] = []
         parts = [table.row_reads(indices, wanted) for table, indices in reads]

@@ -19,11 +19,10 @@ from phalanx.core.traced_variables import UNKNOWN
 from phalanx.core.values import Mirrored, PerReplica
 from phalanx.core.variable_spec import VariableSpec, register
 from phalanx.core.variables import create_variable
-from phalanx.errors import ContextError, UnsupportedError
+from phalanx.errors import UnsupportedError
 from phalanx.parameter_server.home import ServersHome
 from phalanx.parameter_server.requests import Read, VariableDefinition
 from phalanx.parameter_server.rows import read_rows
-from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.pickling import OnePerProcess
 
@@ -169,12 +168,7 @@ class RemoteVariable(OnePerProcess, AggregatingVariable):
 
     def record_now(self, change: Change) -> None:
         """Remember an update as a part of the eager step around this code."""
-        if compat.is_staging() or any(map(compat.is_tracer, jax.tree.leaves(change.operand))):
-            raise ContextError(
-                f"Variable {self.name!r} was written while JAX staged a function (jax.jit, lax.scan, "
-                "…), where values are not known yet. Return the new value from that function and "
-                "assign it outside, or use px.function in place of jax.jit."
-            )
+        traced_variables.check_known(self, jax.tree.leaves(change.operand))
         step = transactions.current()
         if step is None:
             transactions.atomically(self.record_now, change)

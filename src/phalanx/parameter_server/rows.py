@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core import traced_variables
-from phalanx.core.elsewhere import APPLY, Rows, Table, check_indices, read, rows_after
+from phalanx.core.elsewhere import APPLY, RemoteTable, TableRead, check_indices, read, rows_after
 from phalanx.core.operators import operand_of
 from phalanx.core.traced_variables import Substitution
 from phalanx.errors import InvalidTypeError
@@ -18,7 +18,7 @@ from phalanx.runtime import compat
 __all__ = ["read_rows"]
 
 
-def read_rows(table: Table, indices: Any) -> jax.Array:
+def read_rows(table: RemoteTable, indices: Any) -> jax.Array:
     """The rows of a table at some indices, in their order.
 
     Args:
@@ -50,10 +50,10 @@ def _can_ask(flat: Any) -> bool:
     return not compat.is_tracer(flat) and not compat.is_staging(batching=False)
 
 
-def _read(table: Table, flat: Any) -> Any:
+def _read(table: RemoteTable, flat: Any) -> Any:
     program = traced_variables.current()
     if program is None:
-        return read(table.home, [Rows(table, np.asarray(flat))])[0]
+        return read(table.home, [TableRead(table, np.asarray(flat))])[0]
     if isinstance(program, Substitution):
         with traced_variables.recording(program.parent):
             rows = _read(table, flat)

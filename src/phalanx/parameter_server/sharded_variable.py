@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core import context as ctx, traced_variables, transactions
-from phalanx.core.elsewhere import Rows, read
+from phalanx.core.elsewhere import TableRead, read
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.values import DistributedValues
 from phalanx.core.variable_spec import VariableSpec
@@ -137,7 +137,7 @@ class ShardedVariable(OnePerProcess, Variable):
             value: jax.Array = program.held(self)
             return value
         if program is None:
-            shards = read(self.home, [Rows(v) for v in self._variables])
+            shards = read(self.home, [TableRead(v) for v in self._variables])
         else:
             shards = [v.whole() for v in self._variables]
         return jnp.concatenate([jnp.asarray(x) for x in shards])

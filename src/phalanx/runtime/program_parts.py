@@ -14,6 +14,17 @@ from phalanx.runtime import compat
 REQUEST = "request_from_elsewhere"
 """The name of the primitive that stands for what is requested."""
 
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+"""Equations that do what is in one of their parameters, and which parameter that is."""
+
 
 def needed_for(closed: Any, outputs: Sequence[int]) -> tuple[Any, list[int]]:
     """The part of a closed jaxpr that computes some of its results, and which inputs it needs."""

@@ -14,7 +14,7 @@ switches. A branch cuts its own part out of it, so what the step sees has its tr
 else is in that array is never looked at.
 
 `rooms` says how values lie in larger arrays, `sameness` and `reading` which values of different
-programs are the same, `planning` what is computed where; `writing` and `control_flow` write the joint
+programs are the same, `scheduling` what is computed where; `writing` and `control_flow` write the joint
 program.
 """
 

@@ -21,18 +21,6 @@ Traced = tuple[Any, Sequence[Any]]
 MARKS = {compat.SAME_ON_ALL_REPLICAS, compat.SAME_IN_ALL_PROGRAMS}
 """Replicas do not meet there, but their programs must have the same value."""
 
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
-"""Equations that do what is in this parameter. Custom derivatives are not among them:
-differentiating the joint program needs their rules."""
-
 NOTHING = object()
 
 
@@ -87,7 +75,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class Program:
+class FlatProgram:
     """One program, flat."""
 
     nodes: list[Node] = field(default_factory=list)
@@ -103,7 +91,7 @@ class Reader:
         self._numbers: dict[Any, int] = {}
         self._meeting: dict[int, bool] = {}
 
-    def read(self, traced: Traced, inputs: Sequence[Slot]) -> Program:
+    def read(self, traced: Traced, inputs: Sequence[Slot]) -> FlatProgram:
         """One of the programs, flat."""
         jaxpr, constants = traced
         ins = []
@@ -114,7 +102,7 @@ class Reader:
             else:
                 value.slot = slot
             ins.append(value)
-        program = Program()
+        program = FlatProgram()
         given = [self._constant(x) for x in constants]
         program.outs = _Walk(self, program).through(jaxpr, given, ins)
         return program
@@ -147,7 +135,7 @@ class Reader:
 class _Walk:
     """Goes through one program."""
 
-    def __init__(self, reader: Reader, program: Program) -> None:
+    def __init__(self, reader: Reader, program: FlatProgram) -> None:
         self._reader, self._program = reader, program
         self._repeated: dict[Any, int] = {}
 
@@ -168,8 +156,9 @@ class _Walk:
         for eqn in jaxpr.eqns:
             given = [read(x) for x in eqn.invars]
             meets = reader._meets(eqn)
-            if meets and eqn.primitive.name in _CALLS:
-                inner = eqn.params[_CALLS[eqn.primitive.name]]
+            # Functions with derivatives of their own are not read: differentiating needs their rules.
+            if meets and eqn.primitive.name in program_parts.CALLS:
+                inner = eqn.params[program_parts.CALLS[eqn.primitive.name]]
                 held = [reader._constant(x) for x in getattr(inner, "consts", ())]
                 outs = self.through(getattr(inner, "jaxpr", inner), held, given)
             elif meets and eqn.primitive.name not in MARKS:

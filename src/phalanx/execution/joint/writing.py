@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from phalanx.core.padding import CannotJoin
-from phalanx.execution.joint.planning import Column, Plan, is_common
 from phalanx.execution.joint.reading import NOTHING, Node, Reader, Traced, Value
 from phalanx.execution.joint.rooms import Slot, cut, empty, fill, kind, room_for
 from phalanx.execution.joint.sameness import HOST
+from phalanx.execution.joint.scheduling import Column, JointSchedule, is_common
 
 Structured = Callable[[Sequence[Any], list[Slot], Any], list[Slot]]
 """Writes control flow in which replicas meet: given the equation of each program, its operands,
@@ -35,30 +35,30 @@ def join(
         structured: the writers of control flow, by the names of equations.
     """
     reader = Reader()
-    plan = Plan([reader.read(traced, inputs) for traced in programs])
-    return _Writer(plan, reader, index, structured).write()
+    schedule = JointSchedule([reader.read(traced, inputs) for traced in programs])
+    return _Writer(schedule, reader, index, structured).write()
 
 
 class _Writer:
     def __init__(
-        self, plan: Plan, reader: Reader, index: Any, structured: dict[str, Structured]
+        self, schedule: JointSchedule, reader: Reader, index: Any, structured: dict[str, Structured]
     ) -> None:
-        self._plan, self._reader, self._index = plan, reader, index
+        self._schedule, self._reader, self._index = schedule, reader, index
         self._structured = structured
         self._arrays: dict[int, Any] = {}  # of what is outside of switches, by number
         self._slots: dict[Column, Slot] = {}  # of what switches and meetings have given
 
     def write(self) -> list[Slot]:
-        plan = self._plan
-        for level in range(plan.levels):
+        schedule = self._schedule
+        for level in range(schedule.levels):
             self._switch(level)
-            for nodes in plan.meetings:
+            for nodes in schedule.meetings:
                 if nodes[0].level == level:
                     self._meet(nodes)
-            for node in plan.effects:
+            for node in schedule.effects:
                 if node.level == level:
                     self._compute(node)
-        return [self._slot(column) for column in plan.outs]
+        return [self._slot(column) for column in schedule.outs]
 
     def _slot(self, column: Column) -> Slot:
         if not is_common(column):
@@ -101,18 +101,18 @@ class _Writer:
             return False
         if value.node.place is not None:
             return value.slot is None
-        return value.node.number in self._plan.outside
+        return value.node.number in self._schedule.outside
 
     # -- switches ---------------------------------------------------------------------------------
 
     def _switch(self, level: int) -> None:
         """Compute what programs do not share, at one level."""
-        plan = self._plan
-        wanted = [column for column in plan.wanted[level] if column not in self._slots]
-        work = [[n for n in p.nodes if n.when == level] for p in plan.programs]
+        schedule = self._schedule
+        wanted = [column for column in schedule.wanted[level] if column not in self._slots]
+        work = [[n for n in p.nodes if n.when == level] for p in schedule.programs]
         if not wanted and not any(work):
             return
-        kept = _side_by_side([plan.kept(i, level) for i in range(len(plan.programs))])
+        kept = _side_by_side([schedule.kept(i, level) for i in range(len(schedule.programs))])
         rooms = [room_for([x.aval for x in column if x is not None]) for column in (*wanted, *kept)]
         operands = _Operands()
         branches = []

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from phalanx.core.padding import CannotJoin
-from phalanx.execution.joint.reading import MARKS, Node, Program, Value
+from phalanx.execution.joint.reading import MARKS, FlatProgram, Node, Value
 
 Column = tuple[Value, ...]
 """A value of each program."""
@@ -23,10 +23,10 @@ def is_common(column: Column) -> bool:
     return all(x.number == column[0].number for x in column)
 
 
-class Plan:
-    """The plan for some programs: the levels of their equations, and what each level computes."""
+class JointSchedule:
+    """The schedule of some programs: the levels of their equations, and what each level computes."""
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[FlatProgram]) -> None:
         self.programs = programs
         self.meetings = self._meetings()
         self.outs: list[Column] = list(zip(*(p.outs for p in programs), strict=True))
