@@ -11,7 +11,18 @@ from jax.sharding import NamedSharding
 
 from phalanx.core import context as ctx
 from phalanx.core.operators import operand_of
+from phalanx.core.regions import Region
 from phalanx.core.values import DistributedValues
+from phalanx.core.variable_parts import (
+    HeldParts,
+    Read,
+    array_of,
+    array_parts,
+    array_regions,
+    held_parts,
+    take_parts,
+    wanted_regions,
+)
 from phalanx.core.variable_spec import InitialValue, VariableSpec
 from phalanx.core.variables import Variable
 from phalanx.parallel.storing import made_in_parts
@@ -47,6 +58,21 @@ class LaidOutVariable(Variable):
         else:
             new = jax.device_put(new, self._sharding)
         self._set(new)
+
+
+@held_parts.register
+def _(variable: LaidOutVariable) -> HeldParts:
+    return array_parts(variable._held())
+
+
+@wanted_regions.register
+def _(variable: LaidOutVariable) -> list[Region]:
+    return array_regions(variable.shape, variable.sharding)
+
+
+@take_parts.register
+def _(variable: LaidOutVariable, read: Read) -> None:
+    variable._set(array_of(variable.shape, variable.dtype, variable.sharding, read))
 
 
 def initial_shape(initial: InitialValue) -> tuple[Any, InitialValue]:
