@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.train.kill_program import SIZE
 
 import phalanx as px
-from phalanx.train.checkpoint_files import Saved, is_checkpoint
 
 PROGRAM = str(Path(__file__).with_name("kill_program.py"))
-SIZE = 200_000
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.soak)])
 def test_the_last_whole_checkpoint_is_found(kills: int, tmp_path: Path) -> None:
-    rng = random.Random(kills)
-    told = 0
-    for _ in range(kills):
-        with subprocess.Popen(
-            [sys.executable, PROGRAM, str(tmp_path), str(told + 1), str(SIZE)],
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            told = int(process.stdout.readline())  # it is killed somewhere in the next ones
-            timer = threading.Timer(rng.uniform(0.0, 0.02), process.kill)
-            timer.start()
-            told = max([told, *map(int, process.stdout.read().split())])
-            timer.join()
-        told = max(told, check(tmp_path, told))
-
-
-def check(folder: Path, told: int) -> int:
-    """See that nothing that was told is lost, and nothing is half there; the newest number."""
-    for path in folder.glob("ckpt-*"):
-        assert is_checkpoint(path)
-        saved = Saved(path)
-        number = saved.values["number"]["same"]
-        assert path.name == f"ckpt-{number}"
-        for name in ("a", "b"):
-            np.testing.assert_array_equal(saved.read(name), np.full(SIZE, number))
-    latest = px.train.latest_checkpoint(str(folder))
-    assert latest is not None
-    newest = int(latest.rpartition("-")[2])
-    assert newest >= told, "a checkpoint that was complete is lost"
+    ended = subprocess.run(
+        [sys.executable, PROGRAM, str(tmp_path), str(kills)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    _, last, _, interrupted = ended.stdout.split()
+    assert int(interrupted) >= kills // 4  # most were in the middle of a save
     value = np.zeros(SIZE, np.int64)
-    manager = px.train.CheckpointManager(px.train.Checkpoint(a=value), str(folder), 2)
-    path = manager.restore_or_initialize()
-    assert path is not None
-    assert not list(folder.glob(".*.partial")), "what the dead process left is removed"
-    found = int(path.rpartition("-")[2])
-    assert manager.checkpoint.a[0] == found >= newest  # type: ignore[attr-defined]
-    return found
+    manager = px.train.CheckpointManager(px.train.Checkpoint(a=value), str(tmp_path), 2)
+    assert manager.restore_or_initialize() == str(tmp_path / f"ckpt-{last}")
+    assert manager.checkpoint.a[0] == int(last)  # type: ignore[attr-defined]
