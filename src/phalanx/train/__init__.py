@@ -17,6 +17,7 @@ from phalanx.data.files.example import (
 )
 from phalanx.train.accumulate import accumulate_gradients
 from phalanx.train.checkpoint import Checkpoint
+from phalanx.train.checkpoint_convert import convert_checkpoint
 from phalanx.train.checkpoint_manager import CheckpointManager, checkpoints_iterator
 from phalanx.train.checkpoint_options import CheckpointOptions
 from phalanx.train.checkpoint_reader import (
@@ -35,6 +36,7 @@ from phalanx.train.precision import LossScale, Policy
 from phalanx.train.replica_agreement import broadcast_parameters, repeated_loss
 from phalanx.train.sharding import OptimizerSharding
 from phalanx.train.snapshot import snapshot
+from phalanx.train.weights import export_weights, load_weights
 
 __all__ = [
     "Accuracy",
@@ -64,10 +66,13 @@ __all__ = [
     "accumulate_gradients",
     "broadcast_parameters",
     "checkpoints_iterator",
+    "convert_checkpoint",
+    "export_weights",
     "latest_checkpoint",
     "list_variables",
     "load_checkpoint",
     "load_variable",
+    "load_weights",
     "loop",
     "repeated_loss",
     "snapshot",

@@ -77,7 +77,7 @@ class ArraySource:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SavedChunk:
     """A part of an array: its region, where it lies, and its checksum."""
 
     region: Region
@@ -98,7 +98,7 @@ class Chunk:
         return {**where, **about, "checksum": self.checksum}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Chunk:
+    def from_json(cls, fields: Mapping[str, Any]) -> SavedChunk:
         """What `as_json` made."""
         if "flat" in fields:
             region: Region = Flat(*map(int, fields["flat"]))
@@ -117,7 +117,7 @@ class ArrayEntry:
     combine: str = "place"
     count: int = 1
     key: str | None = None
-    chunks: tuple[Chunk, ...] = field(default=(), repr=False)
+    chunks: tuple[SavedChunk, ...] = field(default=(), repr=False)
 
     def as_json(self) -> dict[str, Any]:
         """The same as JSON has it."""
@@ -127,7 +127,7 @@ class ArrayEntry:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ArrayEntry:
         """What `as_json` made."""
-        chunks = tuple(map(Chunk.from_json, fields["chunks"]))
+        chunks = tuple(map(SavedChunk.from_json, fields["chunks"]))
         return cls(**{**fields, "shape": tuple(map(int, fields["shape"])), "chunks": chunks})
 
 
@@ -229,7 +229,7 @@ def _write_array(
             _write_all(file, piece)
             if progress is not None:
                 progress(len(piece))
-        chunks.append(Chunk(part.region, name, offset, len(data), checksum))
+        chunks.append(SavedChunk(part.region, name, offset, len(data), checksum))
     about = (source.shape, source.dtype, source.combine, source.count, source.key)
     return ArrayEntry(*about, tuple(chunks))
 
@@ -379,7 +379,7 @@ class Saved:
         total: Array = np.sum(parts, axis=0, dtype=dtype)
         return total if entry.combine == "sum" else (total / entry.count).astype(dtype)
 
-    def _chunk(self, name: str, chunk: Chunk, dtype: Any) -> Array:
+    def _chunk(self, name: str, chunk: SavedChunk, dtype: Any) -> Array:
         """A part of an array, in one dimension."""
         data = np.empty(chunk.size, np.uint8)
         checksum = position = 0

@@ -83,7 +83,7 @@ class StopAgreement:
     """Which step is the last one, on one of several workers.
 
     Who gets a notice tells all others how many steps it has begun, and they answer with their own
-    numbers. The last step is the one after the largest. Nobody waits, unless a worker would begin a
+    numbers. The last step is the one after the largest. No worker waits, unless it would begin a
     step which may turn out to be one too many.
 
     Args:
