@@ -1,6 +1,6 @@
 """Saves and restores a state with one library; a child of `checkpoint.py`.
 
-Commands: {"do": "save" | "restore" | "delay" | "copy"}; answers: {"seconds": …}.
+Commands: {"do": "save" | "restore" | "call" | "step" | "copy"}; answers: {"seconds": …}.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def with_phalanx(path: str, megabytes: int) -> tuple[dict[str, str], dict[str, C
         jax.block_until_ready(variables[0].value())
         return time.perf_counter() - begun
 
-    def delay() -> float:
-        """How much longer the call of `save` and the step after it take than a step."""
+    def save_and_step() -> tuple[float, float]:
+        """How long the call of `save` takes, and how much longer than others the step after it."""
         usual = statistics.median(stepped() for _ in range(STEPS))
         wait()
         begun = time.perf_counter()
         checkpoint.write(path, px.train.CheckpointOptions(enable_async=True))
-        held = time.perf_counter() - begun
-        with_save = held + stepped()
+        call = time.perf_counter() - begun
+        after = stepped()
         checkpoint.sync()
-        return max(0.0, with_save - usual)
+        return call, max(0.0, after - usual)
 
     def copy() -> float:
         wait()
@@ -78,7 +78,8 @@ def with_phalanx(path: str, megabytes: int) -> tuple[dict[str, str], dict[str, C
     work = {
         "save": timed(lambda: checkpoint.write(path)),
         "restore": timed(lambda: (checkpoint.restore(path), wait())),
-        "delay": delay,
+        "call": lambda: save_and_step()[0],
+        "step": lambda: save_and_step()[1],
         "copy": copy,
     }
     return phalanx_versions(), work

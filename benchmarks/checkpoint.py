@@ -46,7 +46,7 @@ def measure(megabytes: int, variants: Sequence[Variant], rounds: int, versions: 
                 for what in ("save", "restore"):
                     for variant in order:
                         ask(children[variant], variant, what)
-                for what in ("copy", "delay", "copy"):
+                for what in ("call", "copy", "step"):
                     ask(children[VARIANTS[0]], VARIANTS[0], what)
                 say(f"{megabytes} MB: round {number + 1} of {rounds} is done")
     return times
@@ -65,13 +65,12 @@ def table(megabytes: int, times: Times, variants: Sequence[Variant]) -> str:
 
 
 def held_up(times: Times) -> str:
-    delay, copy = times["phalanx", "delay"], times["phalanx", "copy"]
-    pairs = [(d, (copy[2 * i] + copy[2 * i + 1]) / 2) for i, d in enumerate(delay)]
-    share = median_and_spread([d / c for d, c in pairs])
+    call, step, copy = (times["phalanx", what] for what in ("call", "step", "copy"))
+    shown = [f"{1000 * statistics.median(x):.1f} ms" for x in (copy, call, step)]
     return (
-        f"A step with an asynchronous save is {1000 * statistics.median(delay):.0f} ms longer than "
-        f"others; a copy of the state takes {1000 * statistics.median(copy):.0f} ms. "
-        f"Delay / copy: {share}."
+        f"A copy of the state takes {shown[0]}. The call of an asynchronous save takes {shown[1]}: "
+        f"{median_and_spread(ratios(call, copy))} of the copy. The step after it, which shares the "
+        f"cores with the save, is {shown[2]} longer than others: {median_and_spread(ratios(step, copy))}."
     )
 
 
@@ -89,8 +88,8 @@ Measured: 16 arrays of random float32 numbers on one CPU device. A save ends whe
 the system's cache. Phalanx computes and verifies checksums. Medians over {rounds} rounds in which the
 libraries took turns, each in a process of its own.
 
-The delay is the call of `save` and the step that follows it, less an ordinary step. Nothing is copied
-when the save begins: the step writes to new memory instead of overwriting what is being saved.
+Nothing is copied when an asynchronous save begins: the next step writes to new memory instead of
+overwriting what is being saved.
 
 {harness.circumstances(versions)}
 
