@@ -70,7 +70,8 @@ def held_up(times: Times) -> str:
     return (
         f"A copy of the state takes {shown[0]}. The call of an asynchronous save takes {shown[1]}: "
         f"{median_and_spread(ratios(call, copy))} of the copy. The step after it, which shares the "
-        f"cores with the save, is {shown[2]} longer than others: {median_and_spread(ratios(step, copy))}."
+        f"cores with the save, is {shown[2]} longer than others: "
+        f"{median_and_spread(ratios(step, copy))}."
     )
 
 
