@@ -288,12 +288,12 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether there is a complete checkpoint."""
-    return (path / INDEX).is_file() or is_orbax(path)
+    return os.path.isfile(path / INDEX) or is_orbax(path)
 
 
 def is_orbax(path: Path) -> bool:
     """Whether there is a checkpoint in the format of Orbax."""
-    return any((path / name).exists() for name in _ORBAX)
+    return any(os.path.exists(path / name) for name in _ORBAX)  # False for names that cannot be
 
 
 def remove(path: Path) -> None:
