@@ -99,7 +99,7 @@ To repeat: `python benchmarks/checkpoint.py --sizes {" ".join(map(str, sizes))} 
 
 
 def main() -> int:
-    parser = harness.options_parser("Time checkpoints.", 5, ["tensorflow"])
+    parser = harness.options_parser("Time checkpoints.", 3, ["tensorflow"])
     parser.add_argument("--sizes", type=harness.positive, nargs="+", default=[100, 1000], help="in MB")
     options = harness.parse(parser)
     sizes = [20] if options.quick else options.sizes
