@@ -64,6 +64,7 @@ bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the o
 	$(BIN)/python benchmarks/multiworker.py
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/parameter_server.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 clean:
 	rm -rf $(VENV) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,8 @@ from phalanx.strategies.old_parameter_server import (
     OldParameterServerStrategy as ParameterServerStrategy,
 )
 from phalanx.strategies.tpu import TPUStrategy
+from phalanx.train.preemption import PreemptionCheckpointHandler
+from phalanx.train.termination import TerminationConfig
 
 __all__ = [
     "CentralStorageStrategy",
@@ -29,7 +31,9 @@ __all__ = [
     "Optional",
     "ParameterServerOptions",
     "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
     "TPUStrategy",
+    "TerminationConfig",
     "ValueContext",
     "coordinator",
     "partitioners",

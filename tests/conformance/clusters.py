@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from unittest import mock
 import phalanx as px
 from phalanx.cluster import roles
 from phalanx.cluster.resolvers.hostlist import expand_hostlist
-from tests.conformance.harness import awaits, case, cases, differs, encode, records
+from tests.conformance.harness import case, cases, differs, encode, records
 
 ClusterSpec = px.train.ClusterSpec
 Simple = px.cluster_resolver.SimpleClusterResolver
@@ -346,18 +347,27 @@ def strategy_of(cluster: dict[str, list[str]], task_type: str, task_id: int) -> 
     return px.MultiWorkerMirroredStrategy(resolver)
 
 
-awaits(
-    "px.experimental.PreemptionCheckpointHandler",
-    "pre_no_dir",
-    "pre_ps_cluster",
-    "pre_termination_config_fields",
-)
-
-
 # -- one expression each ---------------------------------------------------------------------------
+
+
+def preemption(resolver: Any, *folder: str) -> Any:
+    checkpoint = px.train.Checkpoint()
+    return px.experimental.PreemptionCheckpointHandler(resolver, checkpoint, *folder)
+
+
+def termination_config() -> Any:
+    config = px.experimental.TerminationConfig()
+    return [config.termination_watcher_fn, config.exit_fn, config.grace_period, config.save_fn]
+
 
 cases(
     {
+        "pre_no_dir": lambda: preemption(None),
+        "pre_ps_cluster": lambda: preemption(
+            Simple(ClusterSpec({"worker": ["a:1"], "ps": ["b:1"]}), task_type="worker", task_id=0),
+            tempfile.mkdtemp(),
+        ),
+        "pre_termination_config_fields": termination_config,
         "cs_sparse_string_keys": lambda: ClusterSpec({"worker": {"0": "a:1", "1": "b:1"}}).as_dict(),
         "cs_err_not_dict": lambda: ClusterSpec(["a:1"]),
         "cs_err_task_int": lambda: ClusterSpec({"worker": [1]}),

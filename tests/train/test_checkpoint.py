@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,16 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 import phalanx as px
+from phalanx.core.regions import Flat
+from phalanx.core.variable_parts import Part
 from phalanx.train import checkpoint_files
-from phalanx.train.checkpoint_files import ArraySource, Saved, write
+from phalanx.train.checkpoint_files import ArraySource, Saved, begin, commit, write_part
+
+
+def write(path: Path, arrays: dict[str, ArraySource], values: dict[str, Any]) -> None:
+    partial = begin(path)
+    commit(partial, path, [write_part(partial, 0, arrays, values)])
+
 
 ON_READ, SUM = px.VariableSynchronization.ON_READ, px.VariableAggregation.SUM
 
@@ -106,13 +113,13 @@ def test_nothing_changes_unless_all_fits(tmp_path: Path) -> None:
     a, b = px.Variable(1.0), px.Variable([2.0])
     path = px.train.Checkpoint(a=a, b=b).write(str(tmp_path / "x"))
     a.assign(7.0)
-    with pytest.raises(ValueError, match=r"'b' has the shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"'b' is float32\[2\], and float32\[1\]"):
         px.train.Checkpoint(a=a, b=px.Variable([1.0, 2.0])).restore(path)
-    data = (tmp_path / "x" / "arrays").read_bytes()
-    (tmp_path / "x" / "arrays").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    data = (tmp_path / "x" / "arrays-00000").read_bytes()
+    (tmp_path / "x" / "arrays-00000").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(px.errors.DataLossError, match="checksum"):
         px.train.Checkpoint(b=b, a=a).restore(path)
-    (tmp_path / "x" / "arrays").write_bytes(b"")
+    (tmp_path / "x" / "arrays-00000").write_bytes(b"")
     with pytest.raises(px.errors.DataLossError, match="too short"):
         px.train.Checkpoint(a=a, b=b).restore(path)
     assert float(a) == 7.0
@@ -139,13 +146,15 @@ def test_a_damaged_index_is_noticed(tmp_path: Path) -> None:
 def test_pieces_make_a_whole(array: Any, cuts: list[int], tmp_path_factory: Any) -> None:
     path = tmp_path_factory.mktemp("pieces") / "x"
     rows = [array] if array.ndim == 0 else np.split(array, sorted(min(c, len(array)) for c in cuts))
-    source = ArraySource(array.shape, array.dtype.name, lambda: rows)
+    ends = np.cumsum([row.size for row in rows])
+    parts = [Part(Flat(int(e) - r.size, int(e)), r) for e, r in zip(ends, rows, strict=True)]
+    source = ArraySource(array.shape, array.dtype.name, parts)
     write(path, {"first": source, "second": source}, {"note": 1})
     saved = Saved(path)
     for name in ("first", "second"):
         np.testing.assert_array_equal(saved.read(name), array)
         assert saved.read(name).dtype == array.dtype
-    assert saved.values == {"note": 1}
+    assert saved.values == {"note": {"same": 1}}
 
 
 def test_types_that_only_jax_has(tmp_path: Path) -> None:
@@ -165,7 +174,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "_put_in_place", fail)
+        patch.setattr(checkpoint_files, "put_in_place", fail)
         with pytest.raises(OSError, match="full"):
             checkpoint.save(str(tmp_path / "ckpt"))
     assert px.train.latest_checkpoint(str(tmp_path)) == first
@@ -173,10 +182,8 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def _die_while_writing(folder: str) -> None:
-    def pieces() -> Any:
-        os._exit(0)
-
-    write(Path(folder) / "ckpt-9", {"v": ArraySource((1,), "float32", pieces)}, {})
+    part = Part(Flat(0, 1), lambda: os._exit(0))
+    write(Path(folder) / "ckpt-9", {"v": ArraySource((1,), "float32", [part])}, {})
 
 
 def test_what_a_dead_process_left_is_no_checkpoint(tmp_path: Path) -> None:
@@ -303,17 +310,28 @@ def test_numbers_and_intervals(tmp_path: Path) -> None:
     assert manager.checkpoint_interval == 10
 
 
-def test_one_of_every_hour_stays(tmp_path: Path) -> None:
-    manager = px.train.CheckpointManager(
-        px.train.Checkpoint(v=px.Variable(0)), str(tmp_path), 1, keep_checkpoint_every_n_hours=1
-    )
-    begun = time.time()
-    for hours in (0.5, 1.5, 2.0, 2.6):
-        path = manager.save()
-        assert path is not None
-        os.utime(path, (begun + hours * 3600,) * 2)
-    manager.save()
+def test_one_of_every_hour_stays_also_after_a_restart(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def manager() -> px.train.CheckpointManager:
+        checkpoint = px.train.Checkpoint(v=px.Variable(0))
+        made = px.train.CheckpointManager(
+            checkpoint, str(tmp_path), 1, keep_checkpoint_every_n_hours=1, clock=lambda: now[0]
+        )
+        made.restore_or_initialize()
+        return made
+
+    first = manager()
+    for hours in (0.5, 1.5, 2.0):
+        now[0] = hours * 3600
+        first.save()
+    second = manager()
+    for hours in (2.6, 2.7):
+        now[0] = hours * 3600
+        second.save()
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["ckpt-2", "ckpt-4", "ckpt-5"]
+    with pytest.raises(ValueError, match="every_n_hours"):
+        px.train.CheckpointManager(first.checkpoint, str(tmp_path), 1, keep_checkpoint_every_n_hours=0)
 
 
 def test_what_a_manager_needs(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ TF_CONFIG that it would have in a real cluster, and its output is shown with its
 first failure ends all processes, and what the failed one wrote is shown last. Only a job with a
 coordinator (--ps) goes on without a worker that fails, as long as another is left. The exit code is 0
 exactly if all processes have succeeded, and else that of the first that failed (128 + n if signal n
-ended it).
+ended it). SIGTERM is passed on to all processes. SIGUSR1 is a notice that machines will be taken away:
+workers with a px.experimental.PreemptionCheckpointHandler save, and end with code 143.
 """
 
 
@@ -103,6 +104,14 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
         default=Patience().peers,
         metavar="S",
         help="how long the others may go on after a failure (default: %(default)g seconds)",
+    )
+    group.add_argument(
+        "--terminate-grace",
+        type=seconds,
+        default=Patience().terminate,
+        metavar="S",
+        help="how long processes may take to save and end after SIGTERM, before they are killed "
+        "(default: %(default)g seconds)",
     )
     group.add_argument("--no-progress", action="store_true", help="show no progress bar")
     group.add_argument(
@@ -212,7 +221,7 @@ def _job(options: argparse.Namespace, argv: list[str], name: str) -> Job:
         retain_memory=options.retain_memory,
         timeout=options.timeout,
         restarts=options.restarts,
-        patience=replace(Patience(), peers=options.grace),
+        patience=replace(Patience(), peers=options.grace, terminate=options.terminate_grace),
         hosts=hosts,
         ray=ray,
         python=options.python or sys.executable,

@@ -17,8 +17,9 @@ import numpy as np
 from phalanx.errors import DeadlineExceededError, InvalidTypeError, InvalidValueError, NotFoundError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import Bell
-from phalanx.train.checkpoint import Checkpoint, latest_checkpoint
+from phalanx.train.checkpoint import Checkpoint
 from phalanx.train.checkpoint_manager import wait_for_new_checkpoint
+from phalanx.train.checkpoint_state import latest_checkpoint
 
 __all__ = ["SidecarEvaluator"]
 

@@ -11,7 +11,18 @@ from jax.sharding import NamedSharding
 
 from phalanx.core import context as ctx
 from phalanx.core.operators import operand_of
+from phalanx.core.regions import Region
 from phalanx.core.values import DistributedValues
+from phalanx.core.variable_parts import (
+    HeldParts,
+    Read,
+    array_of,
+    array_parts,
+    array_regions,
+    held_parts,
+    take_parts,
+    wanted_regions,
+)
 from phalanx.core.variable_spec import InitialValue, VariableSpec
 from phalanx.core.variables import Variable
 from phalanx.parallel.spanning import placed, whole_value
@@ -57,6 +68,21 @@ class LaidOutVariable(Variable):
     def numpy(self) -> np.ndarray[Any, Any]:
         """The value as a NumPy array; all workers that have a part of it must ask for it."""
         return np.asarray(whole_value(self.read_value()))
+
+
+@held_parts.register
+def _(variable: LaidOutVariable) -> HeldParts:
+    return array_parts(variable._held())
+
+
+@wanted_regions.register
+def _(variable: LaidOutVariable) -> list[Region]:
+    return array_regions(variable.shape, variable.sharding)
+
+
+@take_parts.register
+def _(variable: LaidOutVariable, read: Read) -> None:
+    variable._set(array_of(variable.shape, variable.dtype, variable.sharding, read))
 
 
 def initial_shape(initial: InitialValue) -> tuple[Any, InitialValue]:

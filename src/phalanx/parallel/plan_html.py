@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from phalanx.parallel.plan_text import bytes_text, seconds_text, spec_text
+from phalanx.parallel.plan_text import seconds_text, spec_text
+from phalanx.runtime.formatting import bytes_text
 
 if TYPE_CHECKING:
     from phalanx.parallel.plan import Plan, TensorPlan

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from jax.sharding import PartitionSpec
 
 from phalanx.errors import NotFoundError
+from phalanx.runtime.formatting import bytes_text
 
 if TYPE_CHECKING:
     from phalanx.parallel.plan import Plan, PlannedCollective, TensorPlan
@@ -24,18 +25,6 @@ def seconds_text(seconds: float) -> str:
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
-
-
-def bytes_text(count: float) -> str:
-    """An amount of memory with a fitting unit.
-
-    >>> bytes_text(2_500_000)
-    '2.5 MB'
-    """
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} B"
 
 
 def spec_text(spec: PartitionSpec) -> str:

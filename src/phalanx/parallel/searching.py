@@ -19,7 +19,7 @@ from phalanx.parallel.hardware import Hardware, profile, topology_of
 from phalanx.parallel.layout import Layout, from_spec
 from phalanx.parallel.mesh import DeviceMesh, Topology, mesh_of, meshes
 from phalanx.parallel.plan import Plan, RunnerUp
-from phalanx.parallel.plan_text import bytes_text, spec_text
+from phalanx.parallel.plan_text import spec_text
 from phalanx.parallel.reading import read
 from phalanx.parallel.search import elimination, marginals
 from phalanx.parallel.search.memory import Smallest, solve_within
@@ -28,6 +28,7 @@ from phalanx.parallel.search.propagation import solve_by_propagation
 from phalanx.parallel.search.recursive import solve_recursively
 from phalanx.parallel.tables import Accounting, Tables
 from phalanx.parallel.tracing import Traced, trace
+from phalanx.runtime.formatting import bytes_text
 
 MODES = {
     "exact": "exact",

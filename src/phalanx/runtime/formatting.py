@@ -68,3 +68,15 @@ def array_text(dtype: Any, shape: Sequence[int]) -> str:
     'float32[2,3]'
     """
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def bytes_text(count: float) -> str:
+    """An amount of memory with a fitting unit.
+
+    >>> bytes_text(2_500_000)
+    '2.5 MB'
+    """
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} B"

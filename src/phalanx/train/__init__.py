@@ -2,7 +2,8 @@
 
 * ``optimizer``, with ``precision`` and ``server_updates`` (on parameter servers); ``accumulate``
 * ``metrics``, ``loop``, ``snapshot``
-* ``checkpoint_files``, ``trackables``, ``checkpoint``, ``checkpoint_manager``, each on those before it
+* ``checkpoint_files``, ``trackables``, ``checkpoint_contents``, ``orbax_files``, ``checkpoint_saving``,
+  ``checkpoint``, ``checkpoint_manager``, ``preemption``, each on those before it; ``weights``
 """
 
 from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
@@ -15,13 +16,18 @@ from phalanx.data.files.example import (
     Int64List,
 )
 from phalanx.train.accumulate import accumulate_gradients
-from phalanx.train.checkpoint import (
-    Checkpoint,
-    CheckpointStatus,
-    latest_checkpoint,
-    list_variables,
-)
+from phalanx.train.checkpoint import Checkpoint
+from phalanx.train.checkpoint_convert import convert_checkpoint
 from phalanx.train.checkpoint_manager import CheckpointManager, checkpoints_iterator
+from phalanx.train.checkpoint_options import CheckpointOptions
+from phalanx.train.checkpoint_reader import (
+    CheckpointReader,
+    list_variables,
+    load_checkpoint,
+    load_variable,
+)
+from phalanx.train.checkpoint_state import latest_checkpoint
+from phalanx.train.checkpoint_status import CheckpointStatus
 from phalanx.train.gradient_communication import GradientCommunication
 from phalanx.train.loop import LoopResults, loop
 from phalanx.train.metrics import Accuracy, Mean, Sum
@@ -30,12 +36,15 @@ from phalanx.train.precision import LossScale, Policy
 from phalanx.train.replica_agreement import broadcast_parameters, repeated_loss
 from phalanx.train.sharding import OptimizerSharding
 from phalanx.train.snapshot import snapshot
+from phalanx.train.weights import export_weights, load_weights
 
 __all__ = [
     "Accuracy",
     "BytesList",
     "Checkpoint",
     "CheckpointManager",
+    "CheckpointOptions",
+    "CheckpointReader",
     "CheckpointStatus",
     "ClusterDef",
     "ClusterSpec",
@@ -57,8 +66,13 @@ __all__ = [
     "accumulate_gradients",
     "broadcast_parameters",
     "checkpoints_iterator",
+    "convert_checkpoint",
+    "export_weights",
     "latest_checkpoint",
     "list_variables",
+    "load_checkpoint",
+    "load_variable",
+    "load_weights",
     "loop",
     "repeated_loss",
     "snapshot",

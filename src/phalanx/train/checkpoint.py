@@ -1,102 +1,72 @@
-"""`Checkpoint`: variables and positions in files, and back."""
+"""`Checkpoint`: variables, arrays and positions in files, and back."""
 
 from __future__ import annotations
 
-import os
-import re
-import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core import context as ctx, transactions
 from phalanx.core.variables import Variable
-from phalanx.errors import ContextError, InvalidArgumentError, InvalidTypeError, InvalidValueError
+from phalanx.errors import ContextError, DataLossError, InvalidValueError, PhalanxError
+from phalanx.job.bootstrap import JobConnection
+from phalanx.job.connection import connected
 from phalanx.runtime import compat
-from phalanx.runtime.formatting import shown
-from phalanx.train.checkpoint_files import ArraySource, Saved, is_checkpoint, write
-from phalanx.train.trackables import found, is_position
+from phalanx.train import orbax_files
+from phalanx.train.checkpoint_contents import Restoring, contents_of, is_iterator, spans_workers
+from phalanx.train.checkpoint_files import Saved, is_orbax
+from phalanx.train.checkpoint_options import as_options
+from phalanx.train.checkpoint_progress import ProgressLine
+from phalanx.train.checkpoint_saving import Order, Saver
+from phalanx.train.checkpoint_state import DirectoryState, path_of, update_state
+from phalanx.train.checkpoint_status import CheckpointStatus
+from phalanx.train.trackables import found, replaced
 
-__all__ = ["Checkpoint", "CheckpointStatus", "latest_checkpoint", "list_variables"]
+__all__ = ["Checkpoint", "open_checkpoint"]
 
 _COUNTER = "save_counter"
-_STATE = "checkpoint"  # the file that says which checkpoint is the latest
-
-
-class _NotRestoredError(InvalidValueError, AssertionError):
-    """A checkpoint and the objects that it is for do not have the same variables."""
-
-
-class CheckpointStatus:
-    """What `Checkpoint.restore` did.
-
-    Attributes:
-        missing: names of variables that the checkpoint does not have.
-        unused: names in the checkpoint that no object has.
-    """
-
-    def __init__(
-        self, path: str | None, missing: Iterable[str] = (), unused: Iterable[str] = ()
-    ) -> None:
-        self._path = path
-        self.missing, self.unused = list(missing), list(unused)
-
-    def assert_consumed(self) -> CheckpointStatus:
-        """Check that everything in the checkpoint was used, and that every object was restored."""
-        if self.unused:
-            raise _NotRestoredError(
-                f"The checkpoint has values that no object takes: {self.unused}. An optimizer takes "
-                f"its own after `optimizer.build(variables)`. Received: {shown(self._path)}"
-            )
-        return self.assert_existing_objects_matched()
-
-    def assert_existing_objects_matched(self) -> CheckpointStatus:
-        """Check that every variable was restored."""
-        if self.missing:
-            raise _NotRestoredError(
-                f"The checkpoint does not have all values; those of {self.missing} are missing. "
-                f"Received: {shown(self._path)}"
-            )
-        return self
-
-    def expect_partial(self) -> CheckpointStatus:
-        """Say that the checkpoint may have more than the objects; nothing happens."""
-        return self
 
 
 class Checkpoint:
-    """A group of objects whose variables and positions are saved and restored together.
+    """A group of objects whose variables, arrays and positions are saved and restored together.
 
     Values are known by the way that leads to them: ``Checkpoint(model=model)`` saves the attribute
     ``w`` of ``model`` as ``model/w``. A checkpoint is a directory. It is complete or not there, and
-    every array in it has a checksum.
+    every part of an array has a checksum.
 
-    Values do not depend on the strategy, nor on how many replicas or shards there are. Those of one
-    `save` belong to the same step of a training in this process. With parameter servers, call
+    Values do not depend on the strategy, nor on how many replicas, workers or shards there are. Those
+    of one `save` belong to the same step of a training in this process. Where several workers train
+    together, all of them save, to one directory that all of them see; each writes what no worker
+    before it has, and none waits in a collective. With parameter servers, call
     `ClusterCoordinator.join` first; what an optimizer keeps on the servers, its moments for example,
     is not saved here, but by `ClusterCoordinator.checkpoint`.
 
+    Arrays and pytrees of arrays cannot be changed, so a restored one is a new object: read it from the
+    attribute of the checkpoint. Before the next `save`, put the new value there.
+
     Args:
         root: an object whose parts are saved without a name in front.
-        **objects: variables, optimizers, metrics, iterators, dicts and lists of them, and objects with
-            such attributes. They are attributes of the checkpoint too.
+        **objects: variables, optimizers, metrics, iterators, random keys, arrays, objects with
+            ``state()`` and ``restore(state)``, nests of them, pytrees, and objects with such
+            attributes. They are attributes of the checkpoint too.
 
     Examples:
         >>> import tempfile
+        >>> import jax.numpy as jnp
         >>> import phalanx as px
-        >>> step = px.Variable(7)
-        >>> checkpoint = px.train.Checkpoint(step=step)
+        >>> step, params = px.Variable(7), {"w": jnp.ones(2)}
+        >>> checkpoint = px.train.Checkpoint(step=step, params=params)
         >>> folder = tempfile.TemporaryDirectory()
         >>> path = checkpoint.save(f"{folder.name}/ckpt")
         >>> path.rpartition("/")[2]
         'ckpt-1'
         >>> _ = step.assign(0)
+        >>> checkpoint.params = {"w": jnp.zeros(2)}
         >>> _ = checkpoint.restore(path).assert_consumed()
-        >>> int(step)
-        7
+        >>> int(step), checkpoint.params["w"].tolist()
+        (7, [1.0, 1.0])
         >>> folder.cleanup()
     """
 
@@ -105,11 +75,18 @@ class Checkpoint:
             raise InvalidValueError(
                 f"A checkpoint has these names itself; choose others. Received: {taken}"
             )
-        self._root, self._objects = root, objects
+        self._root, self._names = root, list(objects)
         self._counter: Variable | None = None
+        self._saver = Saver()
         for name, thing in objects.items():
             setattr(self, name, thing)
         self._found()  # what cannot be saved is an error now
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes are saved, as in TensorFlow."""
+        super().__setattr__(name, value)
+        if not name.startswith("_") and name not in self._names:
+            self._names.append(name)
 
     @property
     def save_counter(self) -> Variable:
@@ -119,6 +96,8 @@ class Checkpoint:
                 self._counter = Variable(np.int32(0), trainable=False, name=_COUNTER)
         return self._counter
 
+    # -- saving ----------------------------------------------------------------------------------
+
     def save(self, file_prefix: str, options: Any = None) -> str:
         """Save to ``file_prefix-N``, where N counts the calls; returns that path.
 
@@ -126,164 +105,147 @@ class Checkpoint:
 
         Args:
             file_prefix: the path without the number.
-            options: not used.
+            options: `px.train.CheckpointOptions`.
         """
+        self.sync()
         self.save_counter.assign_add(1)
-        path = self.write(f"{file_prefix}-{int(self.save_counter)}")
-        update_state(Path(path).parent, Path(path).name, [Path(path).name])
-        return path
+        path = path_of(f"{path_of(file_prefix)}-{int(self.save_counter)}")
+        self.write_then(path, options, lambda: update_state(path.parent, DirectoryState((path.name,))))
+        return str(path)
 
     def write(self, file_prefix: str, options: Any = None) -> str:
         """Save to exactly this path, and return it; the checkpoint is not counted."""
+        self.write_then(path_of(file_prefix), options)
+        return str(file_prefix)
+
+    def write_then(
+        self,
+        path: Path,
+        options: Any,
+        written: Callable[[], None] = lambda: None,
+        followed: Callable[[], None] = lambda: None,
+        positions: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save to a path, and call a function when the checkpoint is there.
+
+        Args:
+            path: the directory.
+            options: `CheckpointOptions` or None.
+            written: called by the process that has written it.
+            followed: called by other workers then.
+            positions: states of iterators to save in place of the present ones, by name.
+        """
         if compat.is_staging():
             raise ContextError(
                 "A checkpoint is saved between steps, so it cannot be a part of a compiled function. "
                 "Call it outside."
             )
+        chosen = as_options(options)
+        self.sync()
         things = self._found()
-        variables = {name: thing for name, thing in things.items() if isinstance(thing, Variable)}
+        variables = [thing for thing in things.values() if isinstance(thing, Variable)]
+        connection = _connection_of(things)
+        rank = 0 if connection is None else connection.rank
+        contents = transactions.between_steps(variables, lambda: contents_of(things, rank, positions))
+        number = "" if connection is None else self._saver.next_number()
+        self._saver.save(Order(path, contents, chosen, connection, number, written, followed))
 
-        def read() -> tuple[dict[str, ArraySource], dict[str, Any]]:
-            positions = {name: thing.state() for name, thing in things.items() if is_position(thing)}
-            return {name: _source(variable) for name, variable in variables.items()}, positions
+    def positions(self) -> dict[str, Any]:
+        """The positions of all iterators, by name."""
+        return {name: thing.state() for name, thing in self._found().items() if is_iterator(thing)}
 
-        arrays, positions = transactions.between_steps(list(variables.values()), read)
-        write(path_of(file_prefix), arrays, positions)
-        return str(file_prefix)
+    def sync(self) -> None:
+        """Wait for a checkpoint that is being written, and raise what went wrong with it."""
+        self._saver.wait()
+
+    # -- restoring -------------------------------------------------------------------------------
 
     def restore(self, save_path: str | None, options: Any = None) -> CheckpointStatus:
         """Give the objects the values of a checkpoint.
 
-        No variable changes unless all values are whole and fit. Objects that the checkpoint does not
-        have stay as they are; the result tells of them.
+        Nothing changes unless all values are whole and fit, on all workers. Objects that the checkpoint
+        does not have stay as they are; the result tells of them.
 
         Args:
             save_path: what `save` returned; None, as `px.train.latest_checkpoint` returns it, changes
                 nothing.
             options: not used.
         """
+        self.sync()
+        things = self._found()
         if save_path is None:
-            return CheckpointStatus(None, [name for name in self._found() if name != _COUNTER])
-        saved, things = Saved(path_of(save_path)), self._found()
-        known = {**saved.entries, **saved.values}
-        values = {name: _loaded(saved, name, thing) for name, thing in things.items() if name in known}
-        for name, value in values.items():
-            thing = things[name]
-            if isinstance(thing, Variable):
-                thing.load_state(value)
-            else:
-                thing.restore(value)
-        missing = [name for name in things if name not in known and name != _COUNTER]
-        return CheckpointStatus(save_path, missing, [name for name in known if name not in things])
+            return CheckpointStatus(None, [name for name in things if name != _COUNTER])
+        connection = _connection_of(things)
+        path = path_of(save_path)
+        line = ProgressLine(f"Restoring {path.name}", 0)
+        try:
+            saved = open_checkpoint(path)
+            restoring = Restoring(saved, things, 0 if connection is None else connection.rank)
+            restoring.read()
+        except PhalanxError as error:
+            if connection is not None:
+                connection.member.exchange("restore", {"error": f"{error!s:.500}"})
+            raise
+        if connection is not None:
+            _agree(connection, saved, path)
+        line.total = restoring.size
+        others = restoring.give()
+        if others:
+            self._replace(others)
+        line.done()
+        missing = [name for name in restoring.missing if name != _COUNTER]
+        count = len(things) - len(restoring.missing)
+        return CheckpointStatus(str(save_path), missing, restoring.unused, count)
 
     def read(self, save_path: str, options: Any = None) -> CheckpointStatus:
         """As `restore`, for what `write` has written."""
         return self.restore(save_path, options)
 
-    def _found(self) -> dict[str, Any]:
-        objects: dict[str, Any] = dict(self._objects)
+    # -- objects ---------------------------------------------------------------------------------
+
+    def _objects(self) -> dict[str, Any]:
+        objects = {name: getattr(self, name) for name in self._names}
         if self._root is not None:
             objects = {"": self._root, **objects}
-        return found({**objects, _COUNTER: self.save_counter})
+        return {**objects, _COUNTER: self.save_counter}
+
+    def _found(self) -> dict[str, Any]:
+        return found(self._objects())
+
+    def _replace(self, values: Mapping[str, Any]) -> None:
+        """Put arrays and numbers where they belong."""
+        for name, thing in replaced(self._objects(), values).items():
+            if name == "":
+                self._root = thing
+            elif name != _COUNTER and getattr(self, name) is not thing:
+                setattr(self, name, thing)
 
 
-def latest_checkpoint(checkpoint_dir: str, latest_filename: str | None = None) -> str | None:
-    """The path of the newest checkpoint in a directory, None if there is none.
-
-    Args:
-        checkpoint_dir: the directory.
-        latest_filename: the file that says which it is, by default ``checkpoint``.
-
-    Examples:
-        >>> import phalanx as px
-        >>> px.train.latest_checkpoint("/no/such/directory") is None
-        True
-    """
-    names = read_state(Path(checkpoint_dir), latest_filename or _STATE)
-    for name in reversed(names):
-        if is_checkpoint(Path(checkpoint_dir) / name):
-            return str(Path(checkpoint_dir) / name)
-    return None
+def open_checkpoint(path: Path) -> Saved:
+    """A checkpoint to read, in either format."""
+    return orbax_files.SavedByOrbax(path) if is_orbax(path) else Saved(path)
 
 
-def list_variables(ckpt_dir_or_file: str) -> list[tuple[str, list[int]]]:
-    """The names and shapes of the arrays in a checkpoint, or in the newest one of a directory.
-
-    Examples:
-        >>> import tempfile
-        >>> import phalanx as px
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = px.train.Checkpoint(w=px.Variable([1.0, 2.0])).save(f"{folder}/ckpt")
-        ...     px.train.list_variables(folder)
-        [('save_counter', []), ('w', [2])]
-    """
-    path = Path(ckpt_dir_or_file)
-    if not is_checkpoint(path):
-        path = Path(latest_checkpoint(ckpt_dir_or_file) or path)
-    return sorted((name, list(entry.shape)) for name, entry in Saved(path).entries.items())
+def _connection_of(things: Mapping[str, Any]) -> JobConnection | None:
+    """The connection to other workers, if things are theirs too."""
+    connection = connected()
+    if connection is None or not any(map(spans_workers, things.values())):
+        return None
+    return connection
 
 
-# -- the file that says which checkpoint is the latest --------------------------------------------
-
-_LINE = re.compile(r'^(model_checkpoint_path|all_model_checkpoint_paths): "(.*)"$', re.MULTILINE)
-
-
-def read_state(folder: Path, name: str = _STATE) -> list[str]:
-    """The checkpoints of a directory that count, the latest last."""
-    try:
-        lines = _LINE.findall((folder / name).read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    latest = [path for key, path in lines if key == "model_checkpoint_path"]
-    return [*(path for key, path in lines if key != "model_checkpoint_path"), *latest[:1]]
-
-
-def update_state(folder: Path, latest: str, everything: Iterable[str]) -> None:
-    """Say which checkpoints of a directory count, in one step."""
-    lines = [f'model_checkpoint_path: "{latest}"']
-    lines += [f'all_model_checkpoint_paths: "{name}"' for name in everything]
-    fresh = folder / f".{_STATE}.{secrets.token_hex(4)}"
-    fresh.write_text("\n".join([*lines, ""]))
-    fresh.replace(folder / _STATE)
-
-
-def path_of(given: Any) -> Path:
-    """A path that the user gave."""
-    if not isinstance(given, str | os.PathLike):
-        raise InvalidTypeError(f"A checkpoint needs a path. Received: {shown(given)}")
-    return Path(given)
-
-
-# -- values ---------------------------------------------------------------------------------------
-
-
-def _source(variable: Variable) -> ArraySource:
-    """How a variable is written; one that is in parts is never whole in this process."""
-    parts = getattr(variable, "parts", None)
-    shape, dtype = tuple(int(n) for n in variable.shape), jnp.dtype(variable.dtype).name
-    if parts is not None:
-        return ArraySource(shape, dtype, lambda: (np.asarray(part.state()) for part, _ in parts))
-    state = variable.state()
-    return ArraySource(tuple(state.shape), jnp.dtype(state.dtype).name, lambda: [np.asarray(state)])
-
-
-def _loaded(saved: Saved, name: str, thing: Any) -> Any:
-    """A value of a checkpoint for a variable or an iterator, if it fits."""
-    if not isinstance(thing, Variable):
-        state = saved.values.get(name)
-        if not isinstance(state, Mapping):
-            raise InvalidTypeError(
-                f"The checkpoint has no position for {name!r}. Received: {shown(state)}"
+def _agree(connection: JobConnection, saved: Saved, path: Path) -> None:
+    """Make sure that all workers have read the same checkpoint, and that all could."""
+    told = connection.member.exchange("restore", {"digest": saved.digest})
+    for worker, answer in zip(connection.roster, told, strict=True):
+        if answer is None or "error" in answer:
+            why = "has finished" if answer is None else f"cannot: {answer['error']}"
+            raise DataLossError(
+                f"No worker restores the checkpoint, because {worker['worker']} {why}. "
+                f"Received: {str(path)!r}"
             )
-        return state
-    if name not in saved.entries:
-        raise InvalidTypeError(f"The checkpoint has a position for {name!r}. Received: {shown(thing)}")
-    entry = saved.entries[name]
-    if entry.shape != tuple(thing.shape):
-        raise InvalidArgumentError(
-            f"{name!r} has the shape {tuple(thing.shape)}, and {entry.shape} in the checkpoint "
-            f"{str(saved.path)!r}. Received: {shown(thing.name)}"
-        )
-    value = saved.read(name)
-    # JAX may keep the memory that it is given, and this one belongs to a file.
-    return value if hasattr(thing, "parts") else np.array(value)
+        if answer["digest"] != saved.digest:
+            raise DataLossError(
+                f"{worker['worker']} reads another checkpoint at this path than this worker. Its "
+                f"directory must be on a file system that all workers see. Received: {str(path)!r}"
+            )

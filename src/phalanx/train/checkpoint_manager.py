@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from phalanx.core.variables import Variable
-from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.errors import DataLossError, InvalidTypeError, InvalidValueError, NotFoundError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import Bell
-from phalanx.train.checkpoint import Checkpoint, latest_checkpoint, read_state, update_state
+from phalanx.train.checkpoint import Checkpoint
 from phalanx.train.checkpoint_files import is_checkpoint, remove, remove_leftovers
+from phalanx.train.checkpoint_retention import Kept, Retention
+from phalanx.train.checkpoint_state import (
+    DirectoryState,
+    latest_checkpoint,
+    path_of,
+    read_state,
+    update_state,
+)
 
 __all__ = ["CheckpointManager", "checkpoints_iterator", "wait_for_new_checkpoint"]
 
@@ -28,7 +37,7 @@ class CheckpointManager:
     """Saves checkpoints into a directory and removes old ones.
 
     What is in the directory when the manager is made counts too, so training that goes on after a
-    restart keeps the right ones.
+    restart keeps the right ones. An old checkpoint is removed only when a newer one is complete.
 
     Args:
         checkpoint: what to save.
@@ -40,6 +49,7 @@ class CheckpointManager:
         checkpoint_interval: how many steps there must be between checkpoints; `save` does nothing
             before.
         init_fn: called by `restore_or_initialize` if there is no checkpoint.
+        clock: gives the time in seconds since 1970.
 
     Examples:
         >>> import tempfile
@@ -65,6 +75,8 @@ class CheckpointManager:
         step_counter: Variable | None = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidTypeError(
@@ -79,17 +91,45 @@ class CheckpointManager:
                 "`checkpoint_interval` counts steps, so it needs a `step_counter`. "
                 f"Received: checkpoint_interval={shown(checkpoint_interval)}"
             )
-        self._checkpoint, self._folder = checkpoint, Path(directory)
-        self._most, self._hours = max_to_keep, keep_checkpoint_every_n_hours
+        self._checkpoint, self._folder = checkpoint, path_of(directory)
+        self._retention = Retention(max_to_keep, keep_checkpoint_every_n_hours)
         self._name, self._init_fn = checkpoint_name, init_fn
         self._counter, self._interval = step_counter, checkpoint_interval
         self._last_step: int | None = None
+        self._clock = clock
+        self._lock = threading.Lock()  # a checkpoint may be completed by another thread
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._folder)
-        names = dict.fromkeys(read_state(self._folder))
-        self._names = [name for name in names if is_checkpoint(self._folder / name)]
-        self._kept_until = time.time()
-        self._preserved: set[str] = set()
+        self._kept = self._found()
+
+    def _found(self) -> Kept:
+        """What is in the directory, also a checkpoint that was completed but not written down."""
+        state = read_state(self._folder)
+        times = state.times or [self._time_of(name) for name in state.names]
+        pairs = dict(zip(state.names, times, strict=True))
+        last = max((n for name in pairs if (n := self._number_of(name)) is not None), default=-1)
+        newer = {
+            number: path.name
+            for path in self._folder.glob(f"{self._name}-*")
+            if (number := self._number_of(path.name)) is not None and number > last
+        }
+        pairs |= {newer[number]: self._time_of(newer[number]) for number in sorted(newer)}
+        there = tuple((name, t) for name, t in pairs.items() if is_checkpoint(self._folder / name))
+        if self._retention.hours is None or state.preserved_until is None:
+            return Kept(there, (), self._clock())
+        until = state.preserved_until
+        preserved = tuple(pair for pair in there if pair[1] <= until)
+        return Kept(there[len(preserved) :], preserved, until)
+
+    def _number_of(self, name: str) -> int | None:
+        match = re.fullmatch(rf"{re.escape(self._name)}-(\d+)", name)
+        return None if match is None else int(match[1])
+
+    def _time_of(self, name: str) -> float:
+        try:
+            return (self._folder / name).stat().st_mtime
+        except OSError:
+            return self._clock()
 
     @property
     def directory(self) -> str:
@@ -109,12 +149,13 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """The paths of the checkpoints that stay for now, the newest last."""
-        return [str(self._folder / name) for name in self._names if name not in self._preserved]
+        return [str(self._folder / name) for name, _ in self._kept.current]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest checkpoint, None if there is none."""
-        return str(self._folder / self._names[-1]) if self._names else None
+        """The path of the newest checkpoint that is complete, None if there is none."""
+        current = self._kept.current
+        return str(self._folder / current[-1][0]) if current else None
 
     def save(
         self, checkpoint_number: int | None = None, check_interval: bool = True, options: Any = None
@@ -125,60 +166,77 @@ class CheckpointManager:
             checkpoint_number: the number in its name; the default counts.
             check_interval: whether nothing happens, and None is returned, before
                 `checkpoint_interval` steps have been made since the last one.
-            options: not used.
+            options: `px.train.CheckpointOptions`.
         """
+        return self.save_at(checkpoint_number, check_interval, options)
+
+    def save_at(
+        self,
+        checkpoint_number: int | None = None,
+        check_interval: bool = False,
+        options: Any = None,
+        positions: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """As `save`, with positions of iterators in place of the present ones; see `Checkpoint`."""
         step = None if self._counter is None else int(self._counter)
         if check_interval and not self._is_due(step):
             return None
+        self.sync()
         counter = self._checkpoint.save_counter
         counter.assign_add(1)
         number = int(counter) if checkpoint_number is None else int(checkpoint_number)
         name = f"{self._name}-{number}"
-        path = self._checkpoint.write(str(self._folder / name))
+        self._checkpoint.write_then(
+            self._folder / name, options, lambda: self._written(name), self._refresh, positions
+        )
         self._last_step = step
-        self._names = [*(n for n in self._names if n != name), name]
-        removed = self._swept()
-        update_state(self._folder, name, self._names)
+        return str(self._folder / name)
+
+    def sync(self) -> None:
+        """Wait for a checkpoint that is being written, and raise what went wrong with it."""
+        self._checkpoint.sync()
+
+    def _written(self, name: str) -> None:
+        """A checkpoint is complete: write it down, and remove what is too much."""
+        with self._lock:
+            kept, removed = self._retention.after(self._kept, name, self._clock())
+            names, times = zip(*kept.preserved, *kept.current, strict=True)
+            until = kept.preserved_until if self._retention.hours is not None else None
+            update_state(self._folder, DirectoryState(names, times, until))
+            self._kept = kept
         for old in removed:
             remove(self._folder / old)
-        return path
+
+    def _refresh(self) -> None:
+        """Another worker has completed a checkpoint."""
+        with self._lock:
+            self._kept = self._found()
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the newest checkpoint, or call `init_fn` if there is none; returns its path."""
-        path = self.latest_checkpoint
-        if path is not None:
-            self._checkpoint.restore(path)
+        """Restore the newest checkpoint, or call `init_fn` if there is none; returns its path.
+
+        If the newest one is damaged, the one before it is restored, with a warning, and so on.
+        """
+        current = list(self._kept.current)
+        while current:
+            path = str(self._folder / current.pop()[0])
+            try:
+                self._checkpoint.restore(path)
+            except (DataLossError, NotFoundError) as error:
+                if not current:
+                    raise
+                _log.warning("%s is not restored, but the checkpoint before it: %s", path, error)
+                continue
             self._last_step = None if self._counter is None else int(self._counter)
-        elif self._init_fn is not None:
+            return path
+        if self._init_fn is not None:
             self._init_fn()
-        return path
+        return None
 
     def _is_due(self, step: int | None) -> bool:
         if self._interval is None or step is None or self._last_step is None:
             return True
         return step - self._last_step >= self._interval
-
-    def _swept(self) -> list[str]:
-        """Take the names off the list that are too many."""
-        removed = []
-        usual = [name for name in self._names if name not in self._preserved]
-        while self._most is not None and len(usual) > self._most:
-            name = usual.pop(0)
-            if self._is_to_be_preserved(name):
-                self._preserved.add(name)
-            else:
-                removed.append(name)
-        self._names = [name for name in self._names if name not in removed]
-        return removed
-
-    def _is_to_be_preserved(self, name: str) -> bool:
-        if self._hours is None:
-            return False
-        written = (self._folder / name).stat().st_mtime
-        if written - self._kept_until < self._hours * 3600:
-            return False
-        self._kept_until = written
-        return True
 
 
 def wait_for_new_checkpoint(

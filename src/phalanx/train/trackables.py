@@ -1,82 +1,198 @@
-"""The variables and positions inside objects, by the way that leads to them."""
+"""What objects are made of: variables, arrays and positions, by the way that leads to them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import types
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import jax
+import numpy as np
+from jax import tree_util
+
+from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
-from phalanx.data.distribute.distributed_dataset import DistributedIterator
-from phalanx.data.run.iterator import Iterator as DatasetIterator
 from phalanx.errors import ContextError, InvalidTypeError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["found", "is_position"]
+__all__ = ["found", "is_stateful", "replaced"]
+
+_NUMBERS = (bool, int, float)
+_OPAQUE = (
+    str,
+    bytes,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+)
+_FOREIGN = ("phalanx", "jax", "jaxlib", "numpy", "threading", "logging", "concurrent", "asyncio")
+"""Packages whose objects are not looked into: they hold no state of a program."""
+
+Visit = Callable[[str, Any], Any]
+"""Takes the path of a leaf and the leaf; returns what should stand in its place."""
+Pieces = tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]]
+"""What an object is made of, by name; and a function that makes it of new pieces."""
 
 
-def is_position(x: Any) -> bool:
-    """Whether something has a position that a checkpoint saves."""
-    return isinstance(x, DistributedIterator | DatasetIterator)
+def is_stateful(x: Any) -> bool:
+    """Whether something says itself what its state is, by `state` and `restore`."""
+    if isinstance(x, Variable | type):
+        return False
+    return callable(getattr(x, "state", None)) and callable(getattr(x, "restore", None))
 
 
 def found(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables and iterators in objects, each under the first name that leads to it.
+    """The variables, arrays, numbers and stateful objects in objects, by the names that lead to them.
 
-    Dicts, lists and tuples are gone through, objects with ``variables`` (optimizers, metrics) by
-    these, and other objects by their attributes.
+    Dicts, lists, tuples and registered pytrees are gone through; objects with ``variables``
+    (optimizers, metrics) by these; and other objects by their attributes. A variable or an object that
+    is there twice counts under its first name. Numbers count in pytrees that were given, not in
+    attributes of objects, where they say how a model is built.
 
-    >>> from phalanx.core.variables import Variable
     >>> v = Variable(1.0)
     >>> list(found({"model": {"layers": [v]}, "same": v}))
     ['model/layers/0']
     """
     result: dict[str, Any] = {}
-    seen: dict[int, Any] = {}  # and keeps them alive
+
+    def collect(path: str, leaf: Any) -> Any:
+        result[path] = leaf
+        return leaf
+
+    walk = _Walk(collect)
     for name, thing in objects.items():
-        is_known = id(thing) in seen
-        leaves = list(_walk(name, thing, seen))
-        if not leaves and not is_known and not _may_be_empty(thing):
+        count, is_known = len(result), id(thing) in walk.seen
+        walk(name, thing, not isinstance(thing, _NUMBERS))
+        if len(result) == count and not is_known and not _may_be_empty(thing):
             raise InvalidTypeError(
-                "A checkpoint saves variables, iterators, optimizers, metrics, and objects that hold "
-                f"them. Received: {name}={shown(thing)}"
+                "A checkpoint saves variables, arrays, iterators, optimizers, metrics, objects with "
+                f"`state` and `restore`, and what holds them. Received: {name}={shown(thing)}"
             )
-        result.update(leaves)
     return result
 
 
-def _walk(path: str, thing: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    if id(thing) in seen:
-        return
-    seen[id(thing)] = thing
-    if isinstance(thing, Variable) or is_position(thing):
-        yield path, thing
-        return
-    for name, part in _parts(thing):
-        yield from _walk(f"{path}/{name}" if path else name, part, seen)
+def replaced(objects: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects with new values for arrays and numbers, by the names that `found` gives them.
+
+    What can be changed (dicts, lists, objects) is changed, what cannot (tuples, other pytrees) is made
+    anew.
+
+    >>> params = {"w": np.zeros(2), "step": 1}
+    >>> replaced({"params": params}, {"params/step": 5})["params"] is params, params["step"]
+    (True, 5)
+    """
+    walk = _Walk(values.get)
+    return {name: walk(name, thing, not isinstance(thing, _NUMBERS)) for name, thing in objects.items()}
 
 
-def _parts(thing: Any) -> list[tuple[str, Any]]:
-    """What an object is made of, by name."""
-    if isinstance(thing, Mapping):
-        return [(str(key), value) for key, value in thing.items()]
-    if isinstance(thing, list | tuple):
-        return [(str(i), value) for i, value in enumerate(thing)]
-    if isinstance(thing, type):
-        return []
+class _Walk:
+    """Goes through objects, each once, and calls a function for each leaf."""
+
+    def __init__(self, visit: Visit) -> None:
+        self._visit = visit
+        self.seen: dict[int, Any] = {}  # and keeps them alive
+
+    def __call__(self, path: str, thing: Any, with_numbers: bool) -> Any:
+        if _is_value(thing) or (with_numbers and isinstance(thing, _NUMBERS)):
+            return self._visit(path, thing)
+        if thing is None or isinstance(thing, (*_OPAQUE, *_NUMBERS)) or id(thing) in self.seen:
+            return thing
+        if isinstance(thing, DistributedValues) and not isinstance(thing, Variable):
+            raise InvalidTypeError(
+                "A value with a component for each replica cannot be saved. Keep it in a px.Variable, "
+                f"or combine it by strategy.reduce. Received: {path}={shown(thing)}"
+            )
+        is_leaf = isinstance(thing, Variable) or is_stateful(thing)
+        if is_leaf or not isinstance(thing, tuple):  # a tuple in two places is made anew in both
+            self.seen[id(thing)] = thing
+        if is_leaf:
+            return self._visit(path, thing)
+        pieces, join = _taken_apart(thing)
+        is_tree = isinstance(thing, Mapping | list | tuple) or _is_registered(thing)
+        old = [piece for _, piece in pieces]
+        new = [
+            self(f"{path}/{name}" if path else name, piece, with_numbers and is_tree)
+            for name, piece in pieces
+        ]
+        return thing if all(a is b for a, b in zip(old, new, strict=True)) else join(new)
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(x, Variable)
+
+
+# -- taking apart ----------------------------------------------------------------------------------
+
+
+def _taken_apart(thing: Any) -> Pieces:
+    if isinstance(thing, MutableMapping):
+        keys = list(thing)
+        return [(str(key), thing[key]) for key in keys], lambda new: _set_items(thing, keys, new)
+    if isinstance(thing, list):
+        return _numbered(thing), lambda new: _set_items(thing, range(len(new)), new)
+    if isinstance(thing, tuple):
+        fields = getattr(thing, "_fields", None)
+        if fields is not None:
+            return list(zip(fields, thing, strict=True)), lambda new: type(thing)(*new)
+        return _numbered(thing), type(thing)
+    variables = _variables_of(thing)
+    if variables is not None:
+        return variables, lambda new: thing
+    if _is_registered(thing):
+        return _of_pytree(thing)
+    if type(thing).__module__.split(".")[0] in _FOREIGN:
+        return [], lambda new: thing
+    held = list(getattr(thing, "__dict__", {}).items())
+    return held, lambda new: _set_attributes(thing, [name for name, _ in held], new)
+
+
+def _numbered(things: Any) -> list[tuple[str, Any]]:
+    return [(str(i), piece) for i, piece in enumerate(things)]
+
+
+def _variables_of(thing: Any) -> list[tuple[str, Any]] | None:
+    """The variables that an optimizer or a metric lists, and those of its loss scale."""
     try:
         variables = getattr(thing, "variables", None)
     except ContextError:  # an optimizer that has no state yet
         return []
-    if isinstance(variables, list | tuple):
-        return [(str(i), value) for i, value in enumerate(variables)]
-    held = getattr(thing, "__dict__", {})
-    return [(name, value) for name, value in held.items() if _is_worth_a_look(value)]
+    if not isinstance(variables, list | tuple) or not all(isinstance(v, Variable) for v in variables):
+        return None
+    scale = getattr(thing, "loss_scale", None)
+    return [*_numbered(variables), *([] if scale is None else [("loss_scale", scale)])]
 
 
-def _is_worth_a_look(value: Any) -> bool:
-    if isinstance(value, Variable | Mapping | list | tuple) or is_position(value):
-        return True
-    return hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value)
+def _is_registered(thing: Any) -> bool:
+    """Whether JAX knows how to take something apart."""
+    return not tree_util.all_leaves([thing])
+
+
+def _of_pytree(thing: Any) -> Pieces:
+    pairs, structure = tree_util.tree_flatten_with_path(thing, is_leaf=lambda x: x is not thing)
+    names = [tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]
+    pieces = list(zip(names, [piece for _, piece in pairs], strict=True))
+    put = getattr(thing, "set_value", None)
+    if names == ["value"] and callable(put):  # as a variable of flax.nnx, which others may share
+        return pieces, lambda new: put(new[0]) or thing
+    return pieces, lambda new: tree_util.tree_unflatten(structure, new)
+
+
+def _set_items(thing: Any, keys: Any, new: list[Any]) -> Any:
+    for key, value in zip(keys, new, strict=True):
+        if thing[key] is not value:
+            thing[key] = value
+    return thing
+
+
+def _set_attributes(thing: Any, names: list[str], new: list[Any]) -> Any:
+    for name, value in zip(names, new, strict=True):
+        if getattr(thing, name, None) is not value:
+            setattr(thing, name, value)
+    return thing
 
 
 def _may_be_empty(thing: Any) -> bool:

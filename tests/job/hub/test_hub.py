@@ -88,6 +88,28 @@ def test_members_join_exchange_agree_and_leave():
         assert [row["state"] for row in hub.table().rows] == ["left"] * 3
 
 
+def test_notes_are_left_and_picked_up():
+    """What a worker tells is kept for others that ask later; a launcher can tell all of them."""
+    with job(3) as (hub, members):
+        first, second, third = members
+        first.tell("save", {"path": "x"})
+        assert second.hear("save", [0], 10.0) == {0: {"path": "x"}}
+        assert third.hear("save", [0], 10.0) == {0: {"path": "x"}}
+        assert third.hear("save", [0, 1], 0.0) == {}  # picked up, and the second has told nothing
+        assert first.hear("save", [0], 0.0) == {}  # who tells knows it
+        heard = []
+        third.tell("notice", 1)
+        assert first.hear("notice", [2], 10.0) == {2: 1}
+        second.when_told("notice", lambda rank, value: heard.append((rank, value)))
+        hub.notice("notice", 2)
+        assert first.hear("notice", [None], 10.0) == {None: 2}
+        all_at_once(members, lambda member: member.exchange("after", None, 10.0))
+        assert heard == [(2, 1), (None, 2)]
+        second.when_told("notice", None)
+        first.tell("notice", 3)
+        assert second.hear("notice", [0], 10.0) == {0: 3}
+
+
 def test_arrivals_are_told_to_those_who_wait():
     with job(2, joined=1) as (hub, members):
         arrived = []

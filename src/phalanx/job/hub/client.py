@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 _INTERVAL = 0.25  # seconds between looks at the status
 _ANSWER = 10.0  # seconds within which the hub itself answers
+_MOST_NEWS = 10_000  # that are kept for those who ask later
 
 Roster = dict[str, Any]
 """Who is in the job, once all have joined: "members", a list of dicts by rank, and whether there is a
@@ -93,6 +94,8 @@ class Member:
         self._exchanged: dict[str, list[Any]] = {}
         self._exchange_counts: dict[str, int] = {}
         self._agreed: set[int] = set()
+        self._news: dict[tuple[str, int | None], Any] = {}
+        self._listeners: dict[str, Callable[[int | None, Any], None]] = {}
         self._reporter = Reporter(self.status)
         self._closing = False
         self._client = RequestClient(
@@ -222,6 +225,46 @@ class Member:
             self.check()
             return self._exchanged.pop(key)
         return [value]
+
+    def tell(self, name: str, value: Any = None) -> None:
+        """Tell all other workers something small; none waits for it. See `hear`."""
+        self.check()
+        self._send({"type": "tell", "name": name, "value": value})
+
+    def hear(self, name: str, ranks: Sequence[int], timeout: float) -> dict[int, Any]:
+        """Wait until some workers have told something, once under each name; returns it by rank.
+
+        Any thread may wait here: it is not shown as a wait of the training. Who has told nothing when
+        the time is over is missing in the result.
+        """
+        keys = [(name, rank) for rank in ranks]
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(key in self._news for key in keys) or self._failure is not None, timeout
+            )
+            found = {
+                rank: self._news.pop((name, rank)) for _, rank in keys if (name, rank) in self._news
+            }
+        if len(found) < len(keys):
+            self.check()
+        return found
+
+    def when_told(self, name: str, callback: Callable[[int | None, Any], None] | None) -> None:
+        """Call `callback` in the member's thread with the rank and what it tells under a name.
+
+        The rank is None for news of the launcher. What is told before there is a callback is kept for
+        it. None ends it.
+        """
+        with self._changed:
+            kept = [key for key in self._news if key[0] == name] if callback is not None else []
+            earlier = [(rank, self._news.pop((name, rank))) for _, rank in kept]
+            if callback is None:
+                self._listeners.pop(name, None)
+            else:
+                self._listeners[name] = callback
+        for rank, value in earlier:
+            assert callback is not None
+            callback(rank, value)
 
     def agree(self, sequence: int, digest: str, details: Any, timeout: float | None = None) -> None:
         """Wait until all workers have come to program `sequence` with the same digest.
@@ -361,6 +404,9 @@ class Member:
         if kind == "failure":
             self._fail(Failure.from_dict(message))
             return
+        if kind == "told":
+            self._note(str(message["name"]), message["rank"], message["value"])
+            return
         with self._changed:
             if kind == "welcome":
                 self.rank, self.size = message["rank"], message["size"]
@@ -373,6 +419,17 @@ class Member:
             elif kind == "agreed":
                 self._agreed.add(message["sequence"])
             self._changed.notify_all()
+
+    def _note(self, name: str, rank: int | None, value: Any) -> None:
+        with self._changed:
+            listener = self._listeners.get(name)
+            if listener is None:
+                self._news[name, rank] = value
+                while len(self._news) > _MOST_NEWS:  # which no thread wanted to hear
+                    self._news.pop(next(iter(self._news)))
+                self._changed.notify_all()
+        if listener is not None:
+            listener(rank, value)
 
     def _fail(self, failure: Failure) -> None:
         with self._changed:

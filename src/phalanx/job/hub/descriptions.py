@@ -12,6 +12,9 @@ from phalanx import errors
 PHASES = ("start", "trace", "compile", "step", "input", "wait", "done")
 """What a worker can be doing. `wait` is waiting for other workers."""
 
+PREEMPTION = "preemption"
+"""Under which name a launcher tells workers that machines will be taken away."""
+
 LONGEST_TEXT = 64 * 1024
 
 

@@ -171,6 +171,7 @@ class JobState:
                 "stack": self._stack,
                 "leave": self._leave,
                 "knock": lambda *_: self._to_all({"type": "knock"}),
+                "tell": self._tell,
             }
             if isinstance(kind, str) and kind in handlers:
                 return handlers[kind](record, message, now)
@@ -316,6 +317,17 @@ class JobState:
     def _ran(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         self._agreement.ran(record.rank, fields.whole(message, "sequence"), message.get("details"))
         return self._settle(now)
+
+    def _tell(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
+        name = fields.label(message, "name")
+        news = {"type": "told", "name": name, "value": message.get("value"), "rank": record.rank}
+        return [
+            out for other in self._joined() if other is not record for out in self._answer(other, news)
+        ]
+
+    def notice(self, name: str, value: Any) -> list[Out]:
+        """The launcher has something to tell all members."""
+        return self._to_all({"type": "told", "name": name, "value": value, "rank": None})
 
     def _fail_message(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         kind, text = fields.label(message, "kind"), fields.text(message, "text")

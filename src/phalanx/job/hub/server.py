@@ -164,6 +164,10 @@ class Hub:
         """The process of a task has ended; `code` is its exit code as `subprocess` gives it."""
         self._loop.call(lambda: self._send(self._state.exited(task, code, time.monotonic())))
 
+    def notice(self, name: str, value: Any = None) -> None:
+        """Tell all members something; see `Member.when_told`."""
+        self._loop.call(lambda: self._send(self._state.notice(name, value)))
+
     # -- the thread --------------------------------------------------------------------------------
 
     def _tick(self) -> None:

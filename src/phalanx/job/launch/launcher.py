@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from phalanx.job.hub.descriptions import Failure, Task
+from phalanx.job.hub.descriptions import PREEMPTION, Failure, Task
 from phalanx.job.hub.server import Hub
 from phalanx.job.launch.exit_policy import DEFAULT_PATIENCE, EndReason, ExitPolicy, Patience
 from phalanx.job.launch.output import failure_report
@@ -204,6 +204,7 @@ def _attempt(
             started=lambda index, process: running.update({tasks[index]: process}),
             exited=exited,
             again=again,
+            noticed=lambda: hub.notice(PREEMPTION),
             spawn=spawn,
         )
         return _judge(tasks, outcome, hub.failure)

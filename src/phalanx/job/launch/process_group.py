@@ -22,7 +22,7 @@ _LINGER_SECONDS = 1.0
 """How long the children of a process that has ended may clean up."""
 _CHUNK = 1 << 16
 _POLL_SECONDS = 0.05
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Sink(Protocol):
 
 
 class Interrupts:
-    """Collects the signals that ask this process to end, instead of dying of them.
+    """Collects the signals that ask this process to end, instead of dying of them, and notices.
 
     Only the main thread gets signals; elsewhere there are none to collect. If a second signal comes
     while the first has not been taken, the thread is stuck in a write, and is freed by a
@@ -122,7 +122,7 @@ class Interrupts:
         self._waker.close()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._pending:
+        if self._pending and signum != signal.SIGUSR1:
             raise KeyboardInterrupt
         self._pending.append(signum)
         with contextlib.suppress(BlockingIOError):
@@ -140,6 +140,7 @@ def run_process_group(
     started: Callable[[int, Running], None] | None = None,
     exited: Callable[[int, int], None] | None = None,
     again: Callable[[int, int, int], Command] | None = None,
+    noticed: Callable[[], None] | None = None,
     spawn: Spawn = spawn_here,
 ) -> GroupOutcome:
     """Start all commands and wait until all have ended; none outlives the call.
@@ -159,6 +160,7 @@ def run_process_group(
             and is not started again.
         again: called with the index and the exit code of a process that is to be started again, and
             how often it has been; says what to start.
+        noticed: called when SIGUSR1 says that machines will be taken away soon.
         spawn: starts processes.
     """
     ending = ending or ExitPolicy([True] * len(commands), patience)
@@ -168,7 +170,7 @@ def run_process_group(
     ):
         for index, command in enumerate(commands):
             group.start(index, command)
-        group.run(interrupts, timeout)
+        group.run(interrupts, timeout, noticed)
         group.close()
         return group.outcome()
 
@@ -227,7 +229,12 @@ class _ProcessGroup:
         if self._started is not None:
             self._started(index, process)
 
-    def run(self, interrupts: Interrupts | None, timeout: float | None) -> None:
+    def run(
+        self,
+        interrupts: Interrupts | None,
+        timeout: float | None,
+        noticed: Callable[[], None] | None = None,
+    ) -> None:
         if interrupts is not None:
             self._selector.register(interrupts.wakeup, selectors.EVENT_READ)
         give_up = None if timeout is None else time.monotonic() + timeout
@@ -236,7 +243,10 @@ class _ProcessGroup:
                 if key.data is not None:
                     self._handle(key.data, key.fd)
             now = time.monotonic()
-            self._decide(now, interrupts, give_up)
+            signals = [] if interrupts is None else interrupts.take()
+            if signal.SIGUSR1 in signals and noticed is not None:
+                noticed()
+            self._decide(now, [s for s in signals if s != signal.SIGUSR1], give_up)
             for index, member in enumerate(self.members):
                 if not member.closed:
                     self._look_after(index, member, now)
@@ -274,8 +284,8 @@ class _ProcessGroup:
                 times.append(now + _POLL_SECONDS if member.process.exit_fd is None else None)
         return min((max(0.0, t - now) for t in times if t is not None), default=None)
 
-    def _decide(self, now: float, interrupts: Interrupts | None, give_up: float | None) -> None:
-        for signum in interrupts.take() if interrupts is not None else ():
+    def _decide(self, now: float, signals: list[int], give_up: float | None) -> None:
+        for signum in signals:
             self._ending.interrupt(signum, now)
         if give_up is not None and now >= give_up:
             self._ending.timeout(now)

@@ -1,0 +1,63 @@
+"""`convert_checkpoint`: a checkpoint in the other format."""
+
+from __future__ import annotations
+
+import shutil
+
+from phalanx.core.regions import whole
+from phalanx.core.variable_parts import Part
+from phalanx.errors import InvalidArgumentError, InvalidValueError
+from phalanx.runtime.formatting import shown
+from phalanx.train import checkpoint_files as files, orbax_files
+from phalanx.train.checkpoint import open_checkpoint
+from phalanx.train.checkpoint_contents import Contents
+from phalanx.train.checkpoint_options import FORMATS
+from phalanx.train.checkpoint_state import path_of
+
+__all__ = ["convert_checkpoint"]
+
+
+def convert_checkpoint(source: str, target: str, format: str = "orbax") -> None:
+    """Write a checkpoint anew, in one piece and in another format.
+
+    Neither the objects nor the devices that it is for are needed; the whole checkpoint must fit into
+    memory.
+
+    Args:
+        source: the directory of a checkpoint, in either format.
+        target: the directory to write.
+        format: "orbax" or "phalanx".
+
+    Examples:
+        >>> import tempfile
+        >>> import phalanx as px
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = px.train.Checkpoint(w=px.Variable([1.0])).write(f"{folder}/a")
+        ...     px.train.convert_checkpoint(path, f"{folder}/b", "orbax")
+        ...     px.train.load_variable(f"{folder}/b", "w").tolist()
+        [1.0]
+    """
+    if format not in FORMATS:
+        raise InvalidValueError(
+            f"`format` must be one of {', '.join(FORMATS)}. Received: {shown(format)}"
+        )
+    saved = open_checkpoint(path_of(source))
+    if strange := [name for name, value in saved.values.items() if "same" not in value]:
+        raise InvalidArgumentError(
+            f"The states of {strange} differ between workers, so they cannot be written as one. "
+            f"Received: {shown(str(source))}"
+        )
+    contents = Contents(values={name: value["same"] for name, value in saved.values.items()})
+    for name, entry in saved.entries.items():
+        part = Part(whole(entry.shape), saved.read(name))
+        contents.arrays[name] = files.ArraySource(entry.shape, entry.dtype, [part], key=entry.key)
+    path = path_of(target)
+    partial = files.begin(path)
+    try:
+        if format == "orbax":
+            orbax_files.write(partial, path, contents)
+        else:
+            part_index = files.write_part(partial, 0, contents.arrays, contents.values)
+            files.commit(partial, path, [part_index])
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,103 @@
+"""The file ``checkpoint`` of a directory: which checkpoints count, and which is the latest.
+
+It is TensorFlow's, in the text format of protocol buffers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import InvalidTypeError
+from phalanx.runtime.formatting import shown
+from phalanx.train.checkpoint_files import is_checkpoint
+
+__all__ = ["DirectoryState", "latest_checkpoint", "path_of", "read_state", "update_state"]
+
+_STATE = "checkpoint"
+_LINE = re.compile(r'^(\w+): (?:"(.*)"|([-+.\deE]+))$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class DirectoryState:
+    """The checkpoints of a directory.
+
+    Args:
+        names: of those that count, the latest last.
+        times: when each of them was written, in seconds since 1970; empty if it is not known.
+        preserved_until: the time of the last one that is kept for good, if there is one.
+    """
+
+    names: tuple[str, ...] = ()
+    times: tuple[float, ...] = ()
+    preserved_until: float | None = None
+
+
+def read_state(folder: Path, name: str = _STATE) -> DirectoryState:
+    """What the file of a directory says; nothing if there is none."""
+    try:
+        lines = _LINE.findall((folder / name).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return DirectoryState()
+    found: dict[str, list[str]] = {}
+    for key, text, number in lines:
+        found.setdefault(key, []).append(text or number)
+    latest = found.get("model_checkpoint_path", [])[:1]
+    others = [path for path in found.get("all_model_checkpoint_paths", []) if path not in latest]
+    times = tuple(map(float, found.get("all_model_checkpoint_timestamps", [])))
+    names = (*others, *latest)
+    until = found.get("last_preserved_timestamp")
+    return DirectoryState(
+        names, times if len(times) == len(names) else (), float(until[0]) if until else None
+    )
+
+
+def update_state(folder: Path, state: DirectoryState) -> None:
+    """Say which checkpoints of a directory count, in one step."""
+    lines = [f'model_checkpoint_path: "{state.names[-1]}"'] if state.names else []
+    lines += [f'all_model_checkpoint_paths: "{name}"' for name in state.names]
+    lines += [f"all_model_checkpoint_timestamps: {time!r}" for time in state.times]
+    if state.preserved_until is not None:
+        lines.append(f"last_preserved_timestamp: {state.preserved_until!r}")
+    fresh = folder / f".{_STATE}.{secrets.token_hex(4)}"
+    with open(fresh, "w") as file:
+        file.write("\n".join([*lines, ""]))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(folder / _STATE)
+
+
+def latest_checkpoint(checkpoint_dir: str, latest_filename: str | None = None) -> str | None:
+    """The path of the newest checkpoint in a directory, None if there is none.
+
+    Args:
+        checkpoint_dir: the directory.
+        latest_filename: the file that says which it is, by default ``checkpoint``.
+
+    Examples:
+        >>> import phalanx as px
+        >>> px.train.latest_checkpoint("/no/such/directory") is None
+        True
+    """
+    folder = path_of(checkpoint_dir)
+    return newest(folder, read_state(folder, latest_filename or _STATE).names)
+
+
+def newest(folder: Path, names: Sequence[str]) -> str | None:
+    """The path of the last of some checkpoints that is there."""
+    for name in reversed(names):
+        if is_checkpoint(folder / name):
+            return str(folder / name)
+    return None
+
+
+def path_of(given: Any) -> Path:
+    """A path that the user gave."""
+    if not isinstance(given, str | os.PathLike):
+        raise InvalidTypeError(f"A checkpoint needs a path. Received: {shown(given)}")
+    return Path(given)

@@ -1,0 +1,325 @@
+"""`PreemptionCheckpointHandler`: saves before machines are taken away, and goes on from there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from phalanx.cluster.resolvers.base import ClusterResolver
+from phalanx.core import context as ctx
+from phalanx.core.variables import Variable
+from phalanx.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    UnsupportedError,
+)
+from phalanx.job.bootstrap import JobConnection
+from phalanx.job.connection import connected
+from phalanx.job.hub.descriptions import PREEMPTION
+from phalanx.runtime.deadlines import worker_deadline
+from phalanx.runtime.formatting import shown
+from phalanx.runtime.interrupts import Bell, start
+from phalanx.train.checkpoint import Checkpoint
+from phalanx.train.checkpoint_manager import CheckpointManager
+from phalanx.train.termination import (
+    RESTARTABLE_EXIT_CODE,
+    StopAgreement,
+    TerminationConfig,
+    training_seconds,
+)
+
+__all__ = ["PreemptionCheckpointHandler"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("phalanx")
+
+_PROMISE = "preemption promise"
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_POLL = 1.0  # seconds between questions to the watch function
+_COUNTER = "preemption_run_calls"
+
+
+class _NoDirectoryError(InvalidTypeError, InvalidArgumentError):
+    """A checkpoint needs a directory."""
+
+
+class PreemptionCheckpointHandler:
+    """Saves a checkpoint when the machine of a worker is about to be taken away, and ends the program.
+
+    Make it after the objects of the checkpoint: it restores the newest checkpoint, and so a program
+    that is started again goes on where it was, with the positions of its iterators. Call each step, or
+    a fixed number of steps, through `run`.
+
+    A notice is SIGTERM or SIGUSR1, what `TerminationConfig.termination_watcher_fn` finds, or what
+    ``phalanx run`` passes on. It may reach a single worker. All workers then agree on the step after
+    which they save, at the beginning of the next `run`, and end with code 143, for which launchers
+    start a job again.
+
+    Args:
+        cluster_resolver: finds the workers, as for the strategy; None will do.
+        checkpoint_or_checkpoint_manager: what is saved.
+        checkpoint_dir: where, if it is a `px.train.Checkpoint`.
+        termination_config: a `TerminationConfig`.
+
+    Examples:
+        >>> import tempfile
+        >>> import phalanx as px
+        >>> step = px.Variable(0)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> config = px.experimental.TerminationConfig(exit_fn=lambda: print("saved"))
+        >>> handler = px.experimental.PreemptionCheckpointHandler(
+        ...     None, px.train.Checkpoint(step=step), folder.name, config
+        ... )
+        >>> for i in range(3):
+        ...     _ = handler.run(step.assign_add, 1)
+        ...     if i == 0:
+        ...         handler.notify()
+        saved
+        >>> int(px.train.load_variable(folder.name, "step"))
+        2
+        >>> handler.close()
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | None = None,
+        termination_config: TerminationConfig | None = None,
+    ) -> None:
+        if not isinstance(termination_config, TerminationConfig | None):
+            raise InvalidTypeError(
+                "`termination_config` must be a px.experimental.TerminationConfig or None. "
+                f"Received: {shown(termination_config)}"
+            )
+        _check_cluster(cluster_resolver)
+        self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
+        self._config = termination_config or TerminationConfig()
+        checkpoint = self._manager.checkpoint
+        if not hasattr(checkpoint, _COUNTER):
+            with ctx.push(ctx.default_mode()):
+                setattr(checkpoint, _COUNTER, Variable(np.int32(0), trainable=False, name=_COUNTER))
+        self._calls: Variable = getattr(checkpoint, _COUNTER)
+        self._connection = connected()
+        rank, size = (0, 1) if self._connection is None else _place(self._connection)
+        self._agreement = StopAgreement(rank, size)
+        self._changed = threading.Condition(threading.RLock())
+        self._positions: dict[str, Any] | None = None
+        self._step_seconds = self._save_seconds = 0.0
+        self._is_noticed = self._is_closed = self._is_saved = False
+        self._bell = Bell()
+        self._before: dict[int, Any] = {}
+        self._manager.restore_or_initialize()
+        self._listen()
+
+    # -- training --------------------------------------------------------------------------------
+
+    @property
+    def total_run_calls(self) -> int:
+        """How often `run` was called, also before the program was started again."""
+        return int(self._calls)
+
+    def run(self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function that makes a step; saves and ends the program first if it is time.
+
+        Args:
+            distributed_train_function: makes a step, or several.
+            *args: its arguments. An element that was taken from an iterator for this call counts as
+                not taken if the program ends.
+            **kwargs: its keyword arguments.
+        """
+        self._stop_if_over(self._positions)
+        with self._changed:
+            self._agreement.begin()
+        begun = time.monotonic()
+        result = distributed_train_function(*args, **kwargs)
+        self._step_seconds = time.monotonic() - begun
+        self._calls.assign_add(1)
+        if self._is_noticed or self._agreement.is_pending:
+            self._positions = self._manager.checkpoint.positions()
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Say that a step has been made; saves and ends the program if it is time.
+
+        For programs that do not use `run`. The arguments are those of `CheckpointManager.save`, or of
+        `TerminationConfig.save_fn`.
+        """
+        with self._changed:
+            self._agreement.begin()
+        self._calls.assign_add(1)
+        self._stop_if_over(None, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """A block in which notices count; they count outside too."""
+        yield
+
+    def notify(self) -> None:
+        """Give a notice, as a signal would. Any thread may call this."""
+        self._is_noticed = True
+        self._bell.ring()
+        if self._agreement.size == 1 and not self._config.grace_period:
+            self._announce()
+
+    def close(self) -> None:
+        """Give back signal handlers and the thread."""
+        self._is_closed = True
+        self._bell.ring()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+        if self._connection is not None:
+            for name in (PREEMPTION, _PROMISE):
+                self._connection.member.when_told(name, None)
+
+    # -- notices ---------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._handle)
+        if self._connection is not None:
+            member = self._connection.member
+            member.when_told(PREEMPTION, lambda rank, value: self.notify())
+            member.when_told(_PROMISE, self._told)
+        thread = threading.Thread(target=self._watch, name="phalanx-preemption", daemon=True)
+        start(thread)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # The lock may be held by the code that is interrupted, so another thread goes on from here.
+        self._is_noticed = True
+        self._bell.ring()
+
+    def _watch(self) -> None:
+        """Wait for a notice, and then for the time to stop."""
+        watcher = self._config.termination_watcher_fn
+        while not self._is_noticed and not self._is_closed:
+            self._bell.wait(_POLL)
+            if watcher is not None and not self._is_noticed and watcher():
+                self._is_noticed = True
+        if self._is_closed:
+            return
+        seconds = training_seconds(self._config.grace_period, self._save_seconds, self._step_seconds)
+        _log.warning(
+            "There is a notice that this machine will be taken away. A checkpoint is saved after %s.",
+            f"{seconds:.0f} seconds" if seconds else "the next step",
+        )
+        end = time.monotonic() + seconds
+        while not self._is_closed and (left := end - time.monotonic()) > 0:
+            self._bell.wait(left)
+        if not self._is_closed:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tell the others, unless they know."""
+        with self._changed:
+            self._tell(self._agreement.notice())
+
+    def _told(self, rank: int | None, promise: Any) -> None:
+        """Another worker has told how far it is."""
+        if rank is None:
+            return
+        with self._changed:
+            self._tell(self._agreement.told(rank, int(promise)))
+
+    def _tell(self, promise: int | None) -> None:
+        if promise is not None and self._connection is not None:
+            self._connection.member.tell(_PROMISE, promise)
+        self._changed.notify_all()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _stop_if_over(self, positions: dict[str, Any] | None, *args: Any, **kwargs: Any) -> None:
+        agreement = self._agreement
+        if self._is_noticed and not self._config.grace_period:
+            self._announce()
+        if agreement.is_pending and not (agreement.may_begin or agreement.is_over):
+            self._wait_for_answers()
+        if agreement.is_over and not self._is_saved:
+            self._is_saved = True
+            begun = time.monotonic()
+            self._save(positions, *args, **kwargs)
+            self._save_seconds = time.monotonic() - begun
+            _log.warning(
+                "Saved %s after %d calls, in %.1f seconds, because of a notice.",
+                self._manager.latest_checkpoint,
+                self.total_run_calls,
+                self._save_seconds,
+            )
+            exit_fn = self._config.exit_fn
+            sys.exit(RESTARTABLE_EXIT_CODE) if exit_fn is None else exit_fn()
+
+    def _wait_for_answers(self) -> None:
+        agreement, seconds = self._agreement, worker_deadline()
+        assert self._connection is not None
+        connection = self._connection
+        end = time.monotonic() + seconds
+        with self._changed:
+            while agreement.last is None and time.monotonic() < end:
+                self._changed.wait(0.1)
+                connection.member.check()
+        if agreement.last is None:
+            silent = [
+                connection.roster[rank]["worker"]
+                for rank in range(agreement.size)
+                if rank not in agreement.promises
+            ]
+            raise DeadlineExceededError(
+                f"{', '.join(silent)} did not say within {seconds:g} seconds (PHALANX_DEADLINE) after "
+                "which step to stop. Make a PreemptionCheckpointHandler on every worker. "
+                f"Received: a notice after {agreement.started} steps"
+            )
+
+    def _save(self, positions: dict[str, Any] | None, *args: Any, **kwargs: Any) -> None:
+        self._manager.sync()
+        if self._config.save_fn is not None:
+            self._config.save_fn(*args, **kwargs)
+        elif args or kwargs:
+            self._manager.save(*args, **{"check_interval": False, **kwargs})
+        else:
+            self._manager.save_at(positions=positions)
+        self._manager.sync()
+
+
+def _place(connection: JobConnection) -> tuple[int, int]:
+    return connection.rank, connection.size
+
+
+def _check_cluster(resolver: ClusterResolver | None) -> None:
+    if resolver is None:
+        return
+    spec = resolver.cluster_spec()
+    if spec and "ps" in spec.jobs:
+        raise UnsupportedError(
+            "PreemptionCheckpointHandler is for workers that train together. A coordinator goes on "
+            "without a worker, and ClusterCoordinator.checkpoint saves what parameter servers hold. "
+            f"Received: {spec}"
+        )
+
+
+def _manager_of(given: Any, folder: str | None) -> CheckpointManager:
+    if isinstance(given, CheckpointManager):
+        return given
+    if not isinstance(given, Checkpoint):
+        raise InvalidTypeError(
+            "`checkpoint_or_checkpoint_manager` must be a px.train.Checkpoint or a "
+            f"px.train.CheckpointManager. Received: {shown(given)}"
+        )
+    if folder is None:
+        raise _NoDirectoryError(
+            "With a px.train.Checkpoint, `checkpoint_dir` must say where to save it. Received: None"
+        )
+    return CheckpointManager(given, folder, max_to_keep=1)

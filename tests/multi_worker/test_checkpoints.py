@@ -1,0 +1,151 @@
+"""Checkpoints go from any number of replicas, workers and slices to any other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import phalanx as px
+from tests.multi_worker.checkpoint_sessions import Session, restore, save
+from tests.multi_worker.rules import strategy
+
+LEVELS = ("states", "gradients", "parameters")
+
+
+def mirrored(replicas: int) -> px.Strategy:
+    return px.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+
+
+def laid_out(plan: dict[str, Any]) -> px.Strategy:
+    return px.AutoParallelStrategy(devices=["CPU:0", "CPU:1"], parameter_plan=plan)
+
+
+HERE: dict[str, Callable[[], Session]] = {
+    "one": lambda: Session(px.OneDeviceStrategy("CPU:0")),
+    "none": lambda: Session(px.get_strategy()),
+    "mirrored": lambda: Session(mirrored(2)),
+    "four": lambda: Session(mirrored(4)),
+    **{level: functools.partial(lambda x: Session(mirrored(2), x), level) for level in LEVELS},
+    "four slices": lambda: Session(mirrored(4), "parameters"),
+    "by rows": lambda: Session(laid_out({"w": (2, 1), "b": (2,)})),
+    "by columns": lambda: Session(laid_out({"w": (1, 2)})),
+}
+QUICK = ("one", "mirrored", "four", *LEVELS, "by rows")
+OVER_WORKERS = (None, *LEVELS)
+
+
+def in_worker(level: str | None) -> Session:
+    return Session(strategy(), level)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "names", "levels"),
+    [
+        pytest.param("2x1", QUICK, (None, "parameters"), id="some on two workers"),
+        pytest.param("2x2", HERE, OVER_WORKERS, id="all on two", marks=pytest.mark.soak),
+        pytest.param("3x1", HERE, OVER_WORKERS, id="all on three", marks=pytest.mark.soak),
+    ],
+    indirect=["cluster"],
+)
+def test_any_strategy_takes_the_checkpoints_of_any_other(
+    cluster: px.testing.MultiProcess, names: Any, levels: Any, tmp_path: Path
+) -> None:
+    expected, paths = [], []
+    sessions = {name: HERE[name]() for name in names}
+    for name, session in sessions.items():
+        paths.append(str(tmp_path / name.replace(" ", "_")))
+        expected.append(save(session, paths[-1]))
+    for level in levels:
+        path = str(tmp_path / f"workers_{level}")
+        answers = cluster.run(lambda: save(in_worker(level), path, is_async=level == "states"))
+        np.testing.assert_allclose(answers, [answers[0]] * len(answers), rtol=1e-5)
+        expected.append(answers[0])
+        paths.append(path)
+    assert len(list((tmp_path / "workers_parameters").glob("arrays-*"))) > 1  # each wrote its slices
+    np.testing.assert_allclose(expected, [expected[0]] * len(expected), rtol=1e-4)
+
+    for name, session in sessions.items():
+        losses = restore(session, paths)
+        np.testing.assert_allclose(losses, expected, rtol=1e-4, err_msg=name)
+    for level in levels:
+        for losses in cluster.run(lambda: restore(in_worker(level), paths)):
+            np.testing.assert_allclose(losses, expected, rtol=1e-4, err_msg=str(level))
+
+
+@pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
+def test_who_writes_what(cluster: px.testing.MultiProcess, tmp_path: Path) -> None:
+    """The first worker waits for none if it has everything; else all must write to one place."""
+
+    def together() -> tuple[Any, ...]:
+        s = strategy()
+        rank = s.cluster_resolver.task_id
+        with s.scope():
+            w = px.Variable([1.0, 2.0])
+            seen = px.train.Sum()
+        s.run(lambda: seen.update_state(px.get_replica_context().replica_id_in_sync_group + 1.0))
+        checkpoint = px.train.Checkpoint(w=w)
+        if rank == 0:  # as programs do that save in the chief only
+            checkpoint.write(str(tmp_path / "chief"))
+        other = px.train.Checkpoint(w=w)
+        other.write(str(tmp_path / f"own-{rank}"))  # as TensorFlow's tutorials do
+        whole = px.train.Checkpoint(w=w, seen=seen, state=_PerWorker(rank))
+        whole.write(str(tmp_path / "all"))
+        reader = px.train.load_checkpoint(str(tmp_path / "all"))
+        whole.restore(str(tmp_path / "all")).assert_consumed()
+        try:
+            whole.write(str(tmp_path / f"apart-{rank}"))
+        except px.PhalanxError as error:
+            problem = f"{type(error).__name__}: {error}"
+        return float(reader.get_tensor("seen/0")), float(seen.result()), problem, whole.state.seen
+
+    answers = cluster.run(together)
+    for rank, (saved, restored, problem, state) in enumerate(answers):
+        assert (saved, restored, state) == (3.0, 3.0, rank)
+        assert "the same directory" in problem
+    assert px.train.load_variable(str(tmp_path / "chief"), "w").tolist() == [1.0, 2.0]
+    assert px.train.load_variable(str(tmp_path / "own-1"), "w").tolist() == [1.0, 2.0]
+    assert not list(tmp_path.glob(".*")), "no half written checkpoint is left"
+
+
+class _PerWorker:
+    def __init__(self, rank: int | None) -> None:
+        self.rank, self.seen = rank, -1
+
+    def state(self) -> dict[str, Any]:
+        return {"rank": self.rank, "array": np.full(2, self.rank)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        assert state["array"].tolist() == [state["rank"]] * 2
+        self.seen = state["rank"]
+
+
+@pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
+def test_no_worker_restores_what_one_of_them_cannot_read(
+    cluster: px.testing.MultiProcess, tmp_path: Path
+) -> None:
+    def broken() -> tuple[list[str], float]:
+        s = strategy()
+        rank = s.cluster_resolver.task_id
+        with s.scope():
+            w = px.Variable(1.0)
+        checkpoint = px.train.Checkpoint(w=w)
+        path = str(tmp_path / f"own-{rank}")
+        checkpoint.write(path)
+        w.assign(2.0)
+        if rank == 1:
+            Path(path, "arrays-00000").write_bytes(b"")
+        problems = []
+        try:
+            checkpoint.restore(path)
+        except px.errors.DataLossError as error:
+            problems.append(str(error))
+        return problems, float(w)
+
+    for (problem,), value in cluster.run(broken):
+        assert value == 2.0
+        assert "too short" in problem

@@ -1,0 +1,289 @@
+"""What a checkpoint holds: pytrees, keys, objects with a state, and values that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import phalanx as px
+from phalanx.core.regions import Box, Flat, assemble, cut, region_of
+
+
+class Counter:
+    """An object that says itself what its state is."""
+
+    def __init__(self) -> None:
+        self.count, self.noise = 0, np.zeros(2)
+
+    def state(self) -> dict[str, Any]:
+        return {"count": self.count, "noise": self.noise, "seen": [1, {"key": jax.random.key(3)}]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.count, self.noise, self.seen = state["count"], state["noise"], state["seen"]
+
+
+class Layer:
+    """A layer that can be called, as most are."""
+
+    def __init__(self) -> None:
+        self.w = px.Variable([1.0, 2.0])
+        self.size = 2
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.w
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_pytrees_keys_and_objects_with_a_state(tmp_path: Path) -> None:
+    params = {"w": jnp.ones(2), "deep": (np.arange(3), Pair(jnp.zeros(1), 5))}
+    state = optax.adam(0.1).init({"w": jnp.ones(2)})
+    layer, counter = Layer(), Counter()
+    layer.w.assign([5.0, 6.0])
+    counter.count, counter.noise = 4, np.array([1.0, 2.0])
+    checkpoint = px.train.Checkpoint(
+        params=params, state=state, key=jax.random.key(7), layers=[layer], counter=counter
+    )
+    path = checkpoint.save(str(tmp_path / "ckpt"))
+
+    other = px.train.Checkpoint(
+        params={"w": jnp.zeros(2), "deep": (np.zeros(3, int), Pair(jnp.ones(1), 0))},
+        state=jax.tree.map(lambda x: x + 1, state),
+        key=jax.random.key(0),
+        layers=[Layer()],
+        counter=Counter(),
+    )
+    before = other.params
+    other.restore(path).assert_consumed().assert_nontrivial_match()
+    assert other.params is before  # a dict is changed, a tuple made anew
+    assert other.params["w"].tolist() == [1.0, 1.0]
+    assert isinstance(other.params["deep"][0], np.ndarray)
+    assert other.params["deep"][0].tolist() == [0, 1, 2]
+    assert other.params["deep"][1] == Pair(jnp.zeros(1), 5)
+    jax.tree.map(np.testing.assert_array_equal, other.state, state)
+    assert type(other.state[0]) is type(state[0])
+    assert (jax.random.key_data(other.key) == jax.random.key_data(jax.random.key(7))).all()
+    assert other.layers[0].w.numpy().tolist() == [5.0, 6.0]
+    assert (other.counter.count, other.counter.noise.tolist()) == (4, [1.0, 2.0])
+    assert jax.random.key_data(other.counter.seen[1]["key"]).tolist() == [0, 3]
+
+
+def test_modules_of_equinox_and_flax(tmp_path: Path) -> None:
+    model, linear = eqx.nn.Linear(2, 3, key=jax.random.key(0)), nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    path = px.train.Checkpoint(eqx=model, nnx=linear).write(str(tmp_path / "x"))
+    shared = nnx.Linear(2, 3, rngs=nnx.Rngs(1))
+    kernel = shared.kernel
+    other = px.train.Checkpoint(eqx=eqx.nn.Linear(2, 3, key=jax.random.key(1)), nnx=shared)
+    other.restore(path).assert_consumed()
+    np.testing.assert_array_equal(other.eqx.weight, model.weight)
+    np.testing.assert_array_equal(kernel[...], linear.kernel[...])
+    assert other.nnx is shared
+
+
+def test_a_new_value_of_an_attribute_is_saved(tmp_path: Path) -> None:
+    checkpoint = px.train.Checkpoint(params=jnp.zeros(2))
+    checkpoint.params = jnp.ones(2)
+    checkpoint.more = jnp.full(1, 3.0)  # as in TensorFlow, attributes count
+    path = checkpoint.save(str(tmp_path / "ckpt"))
+    assert px.train.load_variable(path, "params").tolist() == [1.0, 1.0]
+    assert px.train.load_variable(path, "more").tolist() == [3.0]
+
+
+def test_what_does_not_fit_is_named_by_its_path(tmp_path: Path) -> None:
+    path = px.train.Checkpoint(
+        a={"b": px.Variable([1.0])}, c=px.Variable(1), d=jax.random.key(0), e=jnp.ones(1), n=[1]
+    ).write(str(tmp_path / "x"))
+    wrong = px.train.Checkpoint(
+        a={"b": px.Variable([1.0, 2.0], name="bias")},
+        c=px.Variable(1.0),
+        d=jax.random.key(0, impl="rbg"),
+        e=Counter(),
+        n=[jnp.ones(1)],
+    )
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        wrong.restore(path)
+    text = str(caught.value)
+    assert "'a/b' (bias) is float32[2], and float32[1] in the checkpoint" in text
+    assert "'c' is float32[], and int32[] in the checkpoint" in text
+    assert "'d' is uint32[4] of keys (rbg), and uint32[2] of keys (fry)" in text or "'d' is" in text
+    assert "'e' is a state, and an array in the checkpoint" in text
+    assert "'n/0' is an array, and a value in the checkpoint" in text
+
+
+def test_states_and_values_that_cannot_be_saved(tmp_path: Path) -> None:
+    class Strange(Counter):
+        def state(self) -> Any:
+            return self.strange
+
+    thing = Strange()
+    checkpoint = px.train.Checkpoint(thing=thing)
+    for strange in ({1: 2}, {"x": object()}, {"$array": 1}):
+        thing.strange = strange  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match="thing"):
+            checkpoint.write(str(tmp_path / "x"))
+    replicas = px.MirroredStrategy(["CPU:0", "CPU:1"]).run(
+        lambda: px.get_replica_context().replica_id_in_sync_group
+    )
+    with pytest.raises(TypeError, match="combine it by"):
+        px.train.Checkpoint(x=[replicas])
+
+
+def test_an_array_over_devices_comes_back_in_any_layout(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
+    value = np.arange(24.0, dtype=np.float32).reshape(4, 6)
+    specs = [PartitionSpec(*s) for s in (("x", "y"), (None, "y"), ("x",), (), (("x", "y"),))]
+    for i, spec in enumerate(specs):
+        array = jax.device_put(value, NamedSharding(mesh, spec))
+        path = px.train.Checkpoint(a=array).write(str(tmp_path / str(i)))
+        for other in specs:
+            like = jax.device_put(np.zeros_like(value), NamedSharding(mesh, other))
+            checkpoint = px.train.Checkpoint(a=like)
+            checkpoint.restore(path)
+            np.testing.assert_array_equal(checkpoint.a, value)
+            assert checkpoint.a.sharding == like.sharding
+
+
+@settings(max_examples=60)
+@given(data=st.data(), shape=st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_regions_are_cut_out_of_parts(data: st.DataObject, shape: list[int]) -> None:
+    """Whatever the parts of an array are, any region of it can be assembled."""
+    whole = np.arange(np.prod(shape)).reshape(shape)
+
+    def box() -> Any:
+        ranges = [tuple(sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2)))) for n in shape]
+        return region_of(ranges, tuple(shape))
+
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    at = data.draw(st.integers(0, shape[dim]))
+    halves = [[(0, n) for n in shape] for _ in range(2)]
+    halves[0][dim], halves[1][dim] = (0, at), (at, shape[dim])
+    regions = [region_of(half, tuple(shape)) for half in halves]
+    if data.draw(st.booleans()):
+        regions = [Flat(0, at), Flat(at, whole.size)] if at <= whole.size else regions
+    parts = [(r, lambda r=r: cut(whole, r).reshape(-1)) for r in regions]
+    wanted = box()
+    found = assemble(tuple(shape), whole.dtype, wanted, parts)
+    np.testing.assert_array_equal(found, cut(whole, wanted))
+    assert isinstance(wanted, Box | Flat)
+
+
+def test_a_reader_looks_into_a_checkpoint(tmp_path: Path) -> None:
+    path = px.train.Checkpoint(w=px.Variable([1.0])).save(str(tmp_path / "ckpt"))
+    reader = px.train.load_checkpoint(str(tmp_path))
+    assert reader.get_variable_to_dtype_map()["w"] == np.float32
+    with pytest.raises(px.errors.NotFoundError, match="no such array"):
+        reader.get_tensor("b")
+    data = Path(path, "arrays-00000").read_bytes()
+    Path(path, "arrays-00000").write_bytes(bytes(len(data)))
+    with pytest.raises(px.errors.DataLossError, match="save_counter"):
+        reader.verify()
+
+
+# -- the way to the disk ---------------------------------------------------------------------------
+
+
+def test_an_asynchronous_save_has_the_values_of_its_moment(tmp_path: Path) -> None:
+    w = px.Variable(jnp.zeros(1000))
+
+    @px.function
+    def step() -> None:
+        w.assign_add(jnp.ones(1000))
+
+    seen: list[Any] = []
+    options = px.train.CheckpointOptions(
+        enable_async=True, experimental_write_callbacks=[seen.append, lambda: seen.append(None)]
+    )
+    manager = px.train.CheckpointManager(px.train.Checkpoint(w=w), str(tmp_path), 3)
+    paths = []
+    for _ in range(3):
+        step()
+        paths.append(manager.save(options=options))
+    for _ in range(5):
+        step()
+    manager.sync()
+    assert [px.train.load_variable(str(path), "w")[7] for path in paths] == [1.0, 2.0, 3.0]
+    assert manager.checkpoints == paths
+    assert seen == [x for path in paths for x in (path, None)]
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    options = px.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
+    (tmp_path / "file").write_text("no directory")
+    checkpoint = px.train.Checkpoint(w=px.Variable(1.0))
+    checkpoint.write(str(tmp_path / "file" / "x"), options)
+    with pytest.raises(OSError, match="File exists"):
+        checkpoint.sync()
+    checkpoint.sync()
+    with pytest.raises(ValueError, match="format"):
+        px.train.CheckpointOptions(format="zip")
+    with pytest.raises(TypeError, match="CheckpointOptions"):
+        checkpoint.write(str(tmp_path / "x"), options={"enable_async": True})
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    v = px.Variable(0)
+    manager = px.train.CheckpointManager(px.train.Checkpoint(v=v), str(tmp_path), 5)
+    for i in range(3):
+        v.assign(i)
+        manager.save()
+    for name, file in (("ckpt-3", "arrays-00000"), ("ckpt-2", "index.json")):
+        (tmp_path / name / file).write_bytes(b"{")
+    again = px.train.CheckpointManager(px.train.Checkpoint(v=v), str(tmp_path), 5)
+    assert again.restore_or_initialize() == str(tmp_path / "ckpt-1")
+    assert int(v) == 0
+    assert "ckpt-3" in caplog.text
+    (tmp_path / "ckpt-1" / "index.json").write_text("")
+    with pytest.raises(px.errors.DataLossError):
+        px.train.CheckpointManager(px.train.Checkpoint(v=v), str(tmp_path), 5).restore_or_initialize()
+
+
+def test_a_complete_checkpoint_counts_although_it_was_not_written_down(tmp_path: Path) -> None:
+    v = px.Variable(1)
+    manager = px.train.CheckpointManager(px.train.Checkpoint(v=v), str(tmp_path), 2)
+    manager.save()
+    v.assign(2)
+    px.train.Checkpoint(v=v).write(str(tmp_path / "ckpt-2"))  # as if the process had died then
+    again = px.train.CheckpointManager(px.train.Checkpoint(v=v), str(tmp_path), 2)
+    assert again.latest_checkpoint == str(tmp_path / "ckpt-2")
+
+
+def test_bit_flips_and_truncations_are_named_and_never_loaded(tmp_path: Path) -> None:
+    w = px.Variable(np.arange(50, dtype=np.float32), name="w")
+    checkpoint = px.train.Checkpoint(w=w, n=[3])
+    path = Path(checkpoint.write(str(tmp_path / "x")))
+    w.assign(np.full(50, -1.0, np.float32))
+    random = np.random.default_rng(0)
+    for file in ("arrays-00000", "index.json"):
+        good = (path / file).read_bytes()
+        damages = [good[: random.integers(len(good))] for _ in range(10)]
+        for at in random.integers(len(good), size=30):
+            flipped = bytearray(good)
+            flipped[at] ^= 1 << int(random.integers(8))
+            damages.append(bytes(flipped))
+        for damaged in damages:
+            (path / file).write_bytes(damaged)
+            problem = ""
+            try:
+                checkpoint.restore(str(path))
+            except px.errors.DataLossError as error:
+                problem = str(error)
+            if problem:
+                assert (float(w[0]), "damaged" in problem) == (-1.0, True)
+            else:  # only padding between arrays, or white space, may change
+                np.testing.assert_array_equal(w, np.arange(50))
+                w.assign(np.full(50, -1.0, np.float32))
+        (path / file).write_bytes(good)
+    checkpoint.restore(str(path)).assert_consumed()
