@@ -11,7 +11,8 @@ touch_points.require()
 from phalanx.integrations.keras.distribution import distribute, strategy_of  # noqa: E402
 from phalanx.integrations.keras.installing import install  # noqa: E402
 from phalanx.integrations.keras.lifting import LiftedModel, lift  # noqa: E402
+from phalanx.integrations.keras.parameter_servers import DatasetCreator  # noqa: E402
 
-__all__ = ["LiftedModel", "distribute", "lift", "strategy_of"]
+__all__ = ["DatasetCreator", "LiftedModel", "distribute", "lift", "strategy_of"]
 
 install()

@@ -12,6 +12,7 @@ from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.integrations.keras import touch_points
 from phalanx.integrations.keras.model_devices import ModelDevices, devices_of
 from phalanx.runtime.formatting import shown
+from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 BATCH_NORMS = ("global", "replica")
 _ATTRIBUTE = "_px_distribution"
@@ -23,6 +24,11 @@ class ModelDistribution:
 
     strategy: Strategy
     batch_norm: str = "global"
+
+    @property
+    def on_servers(self) -> bool:
+        """Whether parameter servers hold its variables."""
+        return isinstance(self.strategy, ParameterServerStrategy)
 
     @functools.cached_property
     def devices(self) -> ModelDevices:

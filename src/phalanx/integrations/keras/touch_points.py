@@ -170,6 +170,15 @@ def build(model: Any, batch: Any) -> None:
     importlib.import_module("keras.src.backend").compute_output_spec(model, like, training=False)
 
 
+def build_for(model: Any, batch: Any) -> None:
+    """Let metrics and the optimizer of a compiled model have their variables."""
+    import jax
+
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    with jax.ensure_compile_time_eval():  # they outlive the program that may be traced
+        model._symbolic_build(data_batch=like)
+
+
 def is_compiled(model: Any) -> bool:
     """Whether steps of a model are to be compiled, by JAX."""
     return bool(model.jit_compile) and not model.run_eagerly

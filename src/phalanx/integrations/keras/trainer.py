@@ -18,7 +18,9 @@ from phalanx.integrations.keras.distribution import (
     distribution_of,
     remember_scope,
 )
+from phalanx.integrations.keras.parameter_servers import ServerStep, WorkersInput
 from phalanx.integrations.keras.steps import ModelStep
+from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 
 def strategy_trainer(base: type[Any]) -> type[Any]:
@@ -40,20 +42,23 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
             known = distribution_of(self)
             if known is None:
                 super().make_train_function(force)
+            elif isinstance(known.strategy, ParameterServerStrategy):
+                if self.train_function is None or force:
+                    self.train_function = ServerStep(self, known.strategy)
             elif self.train_function is None or force:
                 self.train_function = ModelStep(
                     self, known.devices, "train_step", _train_step(self, known)
                 )
 
         def make_test_function(self, force: bool = False) -> None:
-            known = distribution_of(self)
+            known = _here(self)
             if known is None:
                 super().make_test_function(force)
             elif self.test_function is None or force:
                 self.test_function = ModelStep(self, known.devices, "test_step", self.test_step)
 
         def make_predict_function(self, force: bool = False) -> Any:
-            known = distribution_of(self)
+            known = _here(self)
             if known is None:
                 return super().make_predict_function(force)
             if self.predict_function is None or force:
@@ -67,7 +72,10 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
 
         def jax_state_sync(self) -> None:
             known, held = distribution_of(self), touch_points.held_state(self)
-            if known is not None and held:
+            if known is not None and known.on_servers:
+                if held and "optimizer_variables" in held:
+                    touch_points.hold_state(self, self.train_function.fetched())
+            elif known is not None and held:
                 at_rest = {
                     part: [known.devices.at_rest(x, (part, i)) for i, x in enumerate(values)]
                     for part, values in held.items()
@@ -82,11 +90,17 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
             known = distribution_of(self)
             if known is None:
                 return super().fit(*args, **kwargs)
+            if isinstance(known.strategy, ParameterServerStrategy):
+                call = _named(base.fit, self, args, kwargs)
+                x = WorkersInput(known.strategy, call["x"], call["steps_per_epoch"])
+                self.make_train_function()
+                self.train_function.input = x
+                return super().fit(**(call | {"x": x, "shuffle": False}))
             return super().fit(**_fit_arguments(known, _named(base.fit, self, args, kwargs)))
 
         @functools.wraps(base.evaluate)
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            known = distribution_of(self)
+            known = _here(self)
             if known is None:
                 return super().evaluate(*args, **kwargs)
             call = _named(base.evaluate, self, args, kwargs)
@@ -97,7 +111,7 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
 
         @functools.wraps(base.predict)
         def predict(self, *args: Any, **kwargs: Any) -> Any:
-            known = distribution_of(self)
+            known = _here(self)
             if known is None:
                 return super().predict(*args, **kwargs)
             call = _named(base.predict, self, args, kwargs)
@@ -108,6 +122,12 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
             return super().predict(**_as_one_worker(known, call | {"x": x}))
 
     return StrategyTrainer
+
+
+def _here(model: Any) -> ModelDistribution | None:
+    """How what is not training is distributed; with parameter servers, the coordinator does it."""
+    known = distribution_of(model)
+    return None if known is None or known.on_servers else known
 
 
 def _train_step(model: Any, known: ModelDistribution) -> Callable[..., Any]:
