@@ -33,16 +33,11 @@ def notice() -> None:
     if not _waiting:
         return
     with _lock:
-        there = {name: _waiting.pop(name) for name in list(_waiting) if _is_complete(name)}
+        there = {name: _waiting.pop(name) for name in list(_waiting) if name in sys.modules}
         if _waiting and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
     for join in there.values():
         join()
-
-
-def _is_complete(name: str) -> bool:
-    spec = getattr(sys.modules.get(name), "__spec__", None)
-    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 class _Finder(MetaPathFinder):

@@ -372,15 +372,3 @@ def test_another_backend_is_refused_in_scopes_only() -> None:
         "    try: keras.Sequential()\n    except ValueError as error: print(error)"
     )
     assert "Received: Keras with the backend 'numpy'" in program(text, KERAS_BACKEND="numpy")
-
-
-def test_weights_after_one_epoch_are_those_of_tensorflow() -> None:
-    """Four examples, batch 4, on two replicas: the weights that TensorFlow has."""
-    with mirrored().scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
-        model.compile(keras.optimizers.SGD(0.02), "mse")
-    x = np.array([[1.0], [2.0], [3.0], [4.0]], "float32")
-    model.fit(x, 2 * x + 1, batch_size=4, epochs=1, verbose=0)
-    np.testing.assert_allclose(
-        [float(w.squeeze()) for w in model.get_weights()], [0.7, 0.24], rtol=1e-5
-    )

@@ -14,20 +14,14 @@ from tests.integrations.keras.cases import FIT, X, Y
 
 HERE = [
     "metrics_validation_and_class_weights",
-    "sample_weights",
-    "adam_schedule_and_clipping",
     "dropout_and_layer_normalization",
     "several_steps_per_execution",
     "not_compiled",
-    "single_batches",
     "subclassed_and_not_built",
-    "custom_train_step",
     "dataset",
-    "endless_dataset_with_class_weights",
     "distributed_dataset",
     "datasets_from_function",
     "generator",
-    "python_dataset",
 ]
 OTHERS = [name for name in cases.CASES if name not in HERE]
 
@@ -77,7 +71,8 @@ def test_one_worker_writes_and_prints(cluster: px.testing.MultiProcess, tmp_path
     assert on_workers.close(*weights)
 
 
-@pytest.mark.parametrize("how", ["raises", "dies"])
+# A process that goes on after an error is missed only when the deadline is over.
+@pytest.mark.parametrize("how", ["dies", pytest.param("raises", marks=pytest.mark.soak)])
 def test_a_failing_worker_is_named_and_weights_are_kept(how: str) -> None:
     keras.utils.set_random_seed(1)
     expected = cases.classifier()
