@@ -45,7 +45,10 @@ def test_a_custom_loop_equals_fit(compiled: bool) -> None:
     data = px.data.Dataset.from_tensor_slices((X, T)).batch(10)
     losses = [float(step(x, y)) for x, y in strategy.experimental_distribute_dataset(data)]
     expected = model_of(lambda: keras.layers.Dense(3, activation="tanh"))
-    batches = [expected.train_on_batch(X[i : i + 10], T[i : i + 10]) for i in range(0, 50, 10)]
+    batches = []
+    for i in range(0, 50, 10):
+        expected.reset_metrics()  # older versions go on with the mean of the losses before
+        batches.append(expected.train_on_batch(X[i : i + 10], T[i : i + 10]))
     np.testing.assert_allclose(losses, batches, rtol=1e-5)
     for a, b in zip(lifted.update_model().get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
