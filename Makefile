@@ -8,7 +8,7 @@ SUITE  := -n 3 --dist worksteal -q -m "not soak and not ray"
 # Programs are compiled as users compile them; the other tests save that time (conftest.py).
 AS_USERS := JAX_DISABLE_MOST_OPTIMIZATIONS=0
 
-.PHONY: demo test test-newest test-ray soak coverage durations lint format docs bench clean
+.PHONY: demo test test-newest test-ray test-keras soak coverage durations lint format docs bench clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -29,6 +29,11 @@ test-newest:            ## the test suite on Python 3.13 and the newest JAX, whe
 test-ray: $(STAMP)      ## the tests that need Ray, which is installed if it is missing
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
 	$(BIN)/python -m pytest -q -m ray tests/job/launch  # others start JAX when they are collected, which Ray would fork
+
+test-keras:             ## the tests of the Keras integration on the oldest Keras that it supports
+	$(PYTHON) -m venv .venvs/oldest-keras
+	.venvs/oldest-keras/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' 'keras==3.12.*'
+	.venvs/oldest-keras/bin/python -m pytest -q -m "not soak" tests/integrations/keras
 
 soak: $(STAMP)          ## the slow stress tests
 	$(AS_USERS) $(BIN)/python -m pytest -q -m soak
@@ -65,6 +70,7 @@ bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the o
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/parameter_server.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/keras.py
 
 clean:
 	rm -rf $(VENV) build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ A map of the package, from the bottom up; nothing imports what stands below it i
 * ``train``        optimizers, metrics and loops
 * ``coordinator``  tasks that others give work to, and who gives it
 * ``parallel``     plans that lay programs out over devices, and their search
+* ``integrations``  other libraries under strategies
 * ``testing``      what tests of distributed code need
 * ``cli``          the ``phalanx`` command
 

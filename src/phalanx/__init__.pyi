@@ -8,6 +8,7 @@ from phalanx import (
     errors as errors,
     experimental as experimental,
     io as io,
+    keras as keras,
     nn as nn,
     parallel as parallel,
     partitioners as partitioners,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import ContextError, InvalidTypeError, StrategyMismatchError
+from phalanx.runtime import late_imports
 from phalanx.runtime.formatting import shown
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ class Scope:
 
     def __enter__(self) -> Strategy:
         require_cross_replica_or_default(self._strategy, "Strategy.scope")
+        late_imports.notice()
         mode = Mode(self._strategy)
         _thread.stack.append(mode)
         self._entered.append(mode)

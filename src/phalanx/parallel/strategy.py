@@ -233,13 +233,13 @@ class AutoParallelExtended(DistributesInput):
                 f"The initial value of variable {initial.name!r} does not have the shape that was "
                 f"asked for. Received: shape={given} and an initial value of shape {tuple(shape.shape)}"
             )
-        spec = stored(self._layout(initial.name, shape).spec, shape, self._mesh, self._setup.options)
+        spec = stored(self.layout_of(initial.name, shape).spec, shape, self._mesh, self._setup.options)
         sharding = NamedSharding(self._mesh, spec)
         value = initial_parts(initial, sharding)
         self._has_variables = True
         return LaidOutVariable(VariableSpec(value, *kinds), self._strategy, sharding)
 
-    def _layout(self, name: str, value: Any) -> NamedSharding:
+    def layout_of(self, name: str, value: Any) -> NamedSharding:
         """The layout of a variable: by its name, that of its neighbour or of its value, or whole."""
         for known, cuts in self._layouts.items():
             if is_named(name, known) and known:

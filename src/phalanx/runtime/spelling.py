@@ -15,7 +15,6 @@ ELSEWHERE = {
     "cast": "write x.astype(dtype)",
     "zeros": "use jax.numpy.zeros",
     "ones": "use jax.numpy.ones",
-    "keras": "write the model with flax, equinox or plain JAX; px.train has optimizers and metrics",
     "optimizers": "px.train.Optimizer wraps any optimizer of optax",
     "metrics": "px.train.Mean, px.train.Sum and px.train.Accuracy are metrics",
     "losses": "optax has losses; px.nn.compute_average_loss averages them over replicas",

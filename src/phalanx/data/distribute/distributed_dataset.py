@@ -23,7 +23,7 @@ from phalanx.data.distribute.sharding import Division, fixed_rows
 from phalanx.data.distribute.step_producer import StepProducer, StepProgress
 from phalanx.data.distribute.steps import PerReplicaStepReader, Step, StepReader
 from phalanx.data.plan.cursors import Run
-from phalanx.data.plan.nodes import INFINITE, PlanNode
+from phalanx.data.plan.nodes import INFINITE, UNKNOWN, PlanNode
 from phalanx.data.run.element_queue import ElementQueue
 from phalanx.data.run.iterator import ElementIterator, Epochs, check_state
 from phalanx.data.run.read_ahead import ReadAhead
@@ -106,6 +106,22 @@ class DistributedDataset:
         it is unknown.
         """
         return self._nodes[0].cardinality if self._reference is None else self._reference.cardinality
+
+    @property
+    def steps(self) -> int:
+        """How many steps an iteration has, on all workers.
+
+        `px.data.INFINITE_CARDINALITY` (-1) if it never ends, `px.data.UNKNOWN_CARDINALITY` (-2) if
+        it is unknown: also where every worker reads rows of its own.
+        """
+        if self._topology.workers > 1 and not self._division.is_shared:
+            return UNKNOWN
+        if self._reference is not None:
+            return self._reference.cardinality
+        counts = [node.cardinality for node in self._nodes]
+        if min(counts) < 0:
+            return max(c for c in counts if c < 0)
+        return max(counts) if len(counts) > 1 else -(-counts[0] // self._topology.replicas)
 
     def describe(self) -> str:
         """How the dataset is divided, and which rows or files each worker and replica reads."""

@@ -1,0 +1,175 @@
+"""Keras models in loops of one's own: called on replicas and in `px.function`.
+
+There the values of Keras's variables would be constants of the program, and what layers assign would
+leak out of it. So a model is lifted first: each of its variables gets a `px.Variable`, and
+`keras.StatelessScope` sends reads and writes there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from phalanx.core import context as ctx, traced_variables
+from phalanx.core.options import VariableAggregation
+from phalanx.core.variables import Variable
+from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.integrations.keras import touch_points
+from phalanx.integrations.keras.distribution import strategy_of
+from phalanx.runtime.formatting import shown
+
+_ATTRIBUTE = "_px_lifted"
+_SEED_STEP = np.uint32(0x9E3779B9)
+
+
+class LiftedModel:
+    """A Keras model, or a layer, with variables of a strategy; made by `px.keras.lift`."""
+
+    def __init__(self, model: Any, strategy: Any) -> None:
+        self._model = model
+        with contextlib.nullcontext() if ctx.get_strategy() is strategy else strategy.scope():
+            self._pairs = [(v, _variable(v)) for v in model.variables]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        with self.scope():
+            return self._model(*args, **kwargs)
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables, in the order of the model's."""
+        return [p for _, p in self._pairs]
+
+    @property
+    def trainable_variables(self) -> list[Variable]:
+        """The variables that optimizers change."""
+        return [p for v, p in self._pairs if v.trainable]
+
+    @property
+    def non_trainable_variables(self) -> list[Variable]:
+        """The variables that layers change by themselves, such as moving statistics."""
+        return [p for v, p in self._pairs if not v.trainable]
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Code inside sees the model with these variables: several calls, or `model.losses`."""
+        import keras
+
+        replica = ctx.active_replica()
+        number = None if replica is None else replica.replica_id_in_sync_group
+        given = [_seen(v, jnp.asarray(p.value()), number) for v, p in self._pairs]
+        keys = [v for v, _ in self._pairs]
+        with keras.StatelessScope(state_mapping=list(zip(keys, given, strict=True))) as inside:
+            before = [inside.get_current_value(v) for v in keys]
+            yield
+            after = [inside.get_current_value(v) for v in keys]
+        for (v, p), old, new in zip(self._pairs, before, after, strict=True):
+            if new is not old:
+                p.assign(_kept(v, new, jnp.asarray(p.value())))
+
+    def update_model(self) -> Any:
+        """Give the values to the Keras model, as before `model.save`, and return it."""
+        for v, p in self._pairs:
+            v.assign(p.numpy())
+        return self._model
+
+
+def lift(model: Any) -> LiftedModel:
+    """Make a Keras model usable on replicas and in `px.function`.
+
+    Call it in the scope, after the model was built. From then on the model itself may be called there,
+    too. Its Keras variables keep their values until `LiftedModel.update_model`.
+
+    Args:
+        model: a Keras model or layer.
+
+    Examples:
+        >>> import jax.numpy as jnp, keras, optax, phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     lifted = px.keras.lift(model)
+        ...     optimizer = px.train.Optimizer(optax.sgd(0.1))
+        >>> @px.function
+        ... def step(x, y):
+        ...     def on_replica(x, y):
+        ...         loss = lambda: jnp.sum((model(x) - y) ** 2) / 4
+        ...         value, gradients = px.value_and_grad(loss, lifted.trainable_variables)()
+        ...         optimizer.apply_gradients(zip(gradients, lifted.trainable_variables))
+        ...         return value
+        ...     return strategy.reduce("sum", strategy.run(on_replica, args=(x, y)), axis=None)
+        >>> data = px.data.Dataset.from_tensor_slices(
+        ...     (jnp.arange(4.0)[:, None], jnp.ones((4, 1)))).batch(4).repeat(50)
+        >>> losses = [float(step(x, y)) for x, y in strategy.experimental_distribute_dataset(data)]
+        >>> losses[-1] < 0.1
+        True
+        >>> float(abs(lifted.update_model().predict(jnp.ones((1, 1)), verbose=0) - 1)[0, 0]) < 0.5
+        True
+    """
+    import keras
+
+    if not isinstance(model, keras.Layer):
+        raise InvalidTypeError(f"lift needs a Keras model or layer. Received: {shown(model)}")
+    if not model.built:
+        raise InvalidValueError(
+            "A model must have its weights before it is lifted: give it a keras.Input, or call "
+            f"model.build(shape). Received: {shown(model)}, which is not built"
+        )
+    lifted = LiftedModel(model, strategy_of(model) or ctx.get_strategy())
+    object.__setattr__(model, _ATTRIBUTE, lifted)
+    return lifted
+
+
+def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls of layers, of which those that would go wrong on replicas are refused."""
+
+    @functools.wraps(call)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if not _needs_lifting() or touch_points.in_stateless_scope():
+            return call(self, *args, **kwargs)
+        lifted = vars(self).get(_ATTRIBUTE)
+        if lifted is not None:
+            with lifted.scope():
+                return call(self, *args, **kwargs)
+        if self.built and not self.variables:
+            return call(self, *args, **kwargs)
+        raise ContextError(
+            "A Keras model or layer was called on a replica or in a px.function, where its weights "
+            "would be constants and its updates would be lost. Lift it after it was built: `with "
+            "strategy.scope(): lifted = px.keras.lift(model)`; or train it with model.fit. "
+            f"Received: {shown(self)}"
+        )
+
+    return __call__
+
+
+def _needs_lifting() -> bool:
+    return ctx.active_replica() is not None or traced_variables.program() is not None
+
+
+def _variable(v: Any) -> Variable:
+    floating = jnp.issubdtype(jnp.dtype(v.dtype), jnp.floating)
+    aggregation = VariableAggregation.MEAN if floating else VariableAggregation.ONLY_FIRST_REPLICA
+    name = v.path.replace("/", "_")
+    return Variable(v.value, trainable=v.trainable, name=name, aggregation=aggregation)
+
+
+def _is_seed(v: Any) -> bool:
+    return bool(v.path.endswith("seed_generator_state"))
+
+
+def _seen(v: Any, value: Any, replica: Any) -> Any:
+    """What a replica sees of a variable: of a seed, one of its own."""
+    if replica is None or not _is_seed(v):
+        return value
+    return value.at[0].add(jnp.asarray(replica, value.dtype) * jnp.asarray(_SEED_STEP, value.dtype))
+
+
+def _kept(v: Any, value: Any, common: Any) -> Any:
+    """What a variable keeps of what a replica has written."""
+    return value.at[0].set(common[0]) if _is_seed(v) else value

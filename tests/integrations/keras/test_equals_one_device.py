@@ -1,0 +1,42 @@
+"""Training under a strategy is training on one device, whatever the number of replicas."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+import phalanx as px
+from tests.integrations.keras import cases
+
+
+@functools.cache
+def expected(name: str) -> Any:
+    return cases.run(name)
+
+
+def check(name: str, strategy: px.Strategy) -> None:
+    with strategy.scope():
+        found = cases.run(name)
+    cases.assert_close(name, found, expected(name))
+
+
+def mirrored(count: int) -> px.Strategy:
+    return px.MirroredStrategy([f"CPU:{i}" for i in range(count)])
+
+
+NAMES = list(cases.CASES)
+IN_TURN = [(name, (4, 2)[i % 2]) for i, name in enumerate(NAMES)]
+OTHERS = [(name, n) for name in NAMES for n in (2, 3, 4, 8) if (name, n) not in IN_TURN]
+
+
+@pytest.mark.parametrize(("name", "replicas"), IN_TURN)
+def test_mirrored(name: str, replicas: int) -> None:
+    check(name, mirrored(replicas))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "replicas"), OTHERS)
+def test_mirrored_on_more(name: str, replicas: int) -> None:
+    check(name, mirrored(replicas))
