@@ -1,7 +1,8 @@
 """`px.parallel`: programs that are laid out over devices, by MindSpore's modes or by a searched plan.
 
 `parallelize` gives a function in one of five modes. `search` reads a function, finds the cheapest
-layout of all of its tensors, and proves that there is none cheaper by its model of costs.
+layout of all of its tensors, and proves that there is none cheaper by its model of costs. `pipeline`
+runs a model in stages.
 """
 
 from phalanx.parallel.applying import apply
@@ -21,6 +22,18 @@ from phalanx.parallel.mindspore_files import (
     read_mindspore_strategy,
 )
 from phalanx.parallel.parallelizing import Parallelized, parallelize
+from phalanx.parallel.pipelines.named_schedules import schedule
+from phalanx.parallel.pipelines.optimizing import PipelineOptimizer
+from phalanx.parallel.pipelines.pipelined import Pipelined
+from phalanx.parallel.pipelines.pipelining import pipeline
+from phalanx.parallel.pipelines.recording import Timeline
+from phalanx.parallel.pipelines.schedule import (
+    ActionCosts,
+    PipelineAction,
+    PipelineSchedule,
+    TimedAction,
+)
+from phalanx.parallel.pipelines.stages import Stage, split
 from phalanx.parallel.plan import (
     Alternative,
     MemoryUse,
@@ -37,6 +50,7 @@ from phalanx.parallel.sharding import shard
 from phalanx.parallel.strategy import AutoParallelStrategy
 
 __all__ = [
+    "ActionCosts",
     "Alternative",
     "AutoParallel",
     "AutoParallelStrategy",
@@ -51,11 +65,18 @@ __all__ = [
     "OperatorPlan",
     "ParallelMode",
     "Parallelized",
+    "PipelineAction",
+    "PipelineOptimizer",
+    "PipelineSchedule",
+    "Pipelined",
     "Plan",
     "PlannedCollective",
     "RunnerUp",
     "Shardings",
+    "Stage",
     "TensorPlan",
+    "TimedAction",
+    "Timeline",
     "Topology",
     "apply",
     "fit",
@@ -65,12 +86,15 @@ __all__ = [
     "mesh_of",
     "meshes",
     "parallelize",
+    "pipeline",
     "profile",
     "read_mindspore_strategy",
     "reset_auto_parallel_context",
     "save_hardware",
+    "schedule",
     "search",
     "set_auto_parallel_context",
     "shard",
+    "split",
     "value_and_grad",
 ]

@@ -106,3 +106,35 @@ def language(parts: int, tied: bool = True) -> Model:
 
     shared = {"embedding": (0, parts - 1)} if tied else {}
     return Model([embed, *[block] * (parts - 2), last], [first, *middle, end], batch, None, shared)
+
+
+def attention(parts: int) -> Model:
+    """Layers of causal attention, which look at earlier positions."""
+    r = random(2)
+
+    def matrix(*shape: int) -> Any:
+        return jnp.asarray(r.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
+
+    params = [{name: matrix(WIDTH, WIDTH) for name in "qkv"} for _ in range(parts)]
+
+    def batch(rows: int) -> tuple[Any, ...]:
+        r = random(rows)
+        return tuple(np.asarray(r.normal(size=(rows, LENGTH, WIDTH)), "float32") for _ in range(2))
+
+    return Model([attend] * parts, params, batch, mse)
+
+
+def attend(p: Any, x: Any) -> Any:
+    return attend_on(p, x, None)[0]
+
+
+def attend_on(p: Any, x: Any, before: Any) -> tuple[Any, Any]:
+    """Attention to this slice and to those before it, whose keys and values are carried."""
+    q, k, v = (x @ p[name] for name in "qkv")
+    if before is not None:
+        k, v = (jnp.concatenate([old, new], 1) for old, new in zip(before, (k, v), strict=True))
+    scores = jnp.einsum("bqd,bkd->bqk", q, k) / np.sqrt(WIDTH)
+    last = k.shape[1] - x.shape[1]
+    mask = jnp.arange(k.shape[1])[None, :] <= last + jnp.arange(x.shape[1])[:, None]
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+    return x + jnp.einsum("bqk,bkd->bqd", weights, v), (k, v)

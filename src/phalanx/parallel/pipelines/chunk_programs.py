@@ -25,7 +25,7 @@ from phalanx.parallel.placing import names_of
 from phalanx.parallel.running import ParallelRun, in_run
 from phalanx.runtime import compat
 
-__all__ = ["Chunk", "ChunkPrograms", "Differentiated", "is_inexact"]
+__all__ = ["Chunk", "ChunkPrograms", "Differentiated", "Inlined", "is_inexact"]
 
 Dispatch = Callable[..., Any]
 
@@ -255,7 +255,7 @@ def _check_weights(weights: Any, position: int) -> None:
 # -- halves ------------------------------------------------------------------------------------------
 
 
-class _Inlined(Interpreter):
+class Inlined(Interpreter):
     """Runs a jaxpr with all calls taken apart, also those that are computed again."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ def in_halves(
     traced = jax.make_jaxpr(function)(*shapes)
 
     def apart(*args: Any) -> list[Any]:
-        return _Inlined().run(traced.jaxpr, traced.consts, args, ())
+        return Inlined().run(traced.jaxpr, traced.consts, args, ())
 
     closed = jax.make_jaxpr(apart)(*shapes)
     jaxpr = closed.jaxpr

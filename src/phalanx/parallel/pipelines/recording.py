@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from phalanx.errors import DeadlineExceededError
+from phalanx.parallel.pipelines.hosts import HostExchange
 from phalanx.parallel.pipelines.schedule import PipelineSchedule, TimedAction
-from phalanx.parallel.pipelines.stage_steps import LocalExchange, StageStep
+from phalanx.parallel.pipelines.stage_steps import StageStep
 from phalanx.runtime.deadlines import worker_deadline
 
 __all__ = ["Timeline", "recorded"]
@@ -46,7 +47,7 @@ class Timeline:
 class _WaitingExchange:
     """Values of other stages, which are waited for; an error of one stage ends the others."""
 
-    def __init__(self, inner: LocalExchange, inside: threading.Condition, failures: list[Any]) -> None:
+    def __init__(self, inner: HostExchange, inside: threading.Condition, failures: list[Any]) -> None:
         self._inner, self._inside, self._failures = inner, inside, failures
 
     def give(self, kind: str, micro: int, position: int, part: int, value: Any) -> None:
@@ -57,6 +58,8 @@ class _WaitingExchange:
 
     def take(self, kind: str, micro: int, position: int, part: int) -> Any:
         """See `Exchange`."""
+        if not self._inner.is_from_here(kind, position):
+            return jax.block_until_ready(self._inner.take(kind, micro, position, part))
         key = kind, micro, position, part
         end = time.monotonic() + worker_deadline()
         with self._inside:
@@ -89,14 +92,17 @@ class _Watch:
 
 
 def recorded(
-    schedule: PipelineSchedule, step: Callable[..., StageStep], exchange: LocalExchange
-) -> tuple[list[StageStep], Timeline]:
+    schedule: PipelineSchedule,
+    stages: Sequence[int],
+    step: Callable[..., StageStep],
+    exchange: HostExchange,
+) -> tuple[dict[int, StageStep], Timeline]:
     """Let every stage do its actions in a thread; returns the stages, and when they did what."""
     inside = threading.Condition()
     failures: list[BaseException] = []
     waiting = _WaitingExchange(exchange, inside, failures)
-    watches = [_Watch() for _ in range(schedule.stages)]
-    steps = [step(i, exchange=waiting, start=watch.run) for i, watch in enumerate(watches)]
+    watches = {i: _Watch() for i in stages}
+    steps = {i: step(i, exchange=waiting, start=watch.run) for i, watch in watches.items()}
     found: list[TimedAction] = []
 
     def run(stage: int) -> None:
@@ -114,7 +120,7 @@ def recorded(
                 failures.append(error)
                 inside.notify_all()
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(schedule.stages)]
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in stages]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -123,4 +129,5 @@ def recorded(
         raise failures[0]
     first = min((t.start for t in found), default=0.0)
     shifted = [TimedAction(t.stage, t.action, t.start - first, t.end - first) for t in found]
-    return steps, Timeline(tuple(sorted(shifted, key=lambda t: (t.start, t.stage))), schedule.stages)
+    ordered = sorted(shifted, key=lambda t: (t.start, t.stage))
+    return steps, Timeline(tuple(ordered), len(stages))

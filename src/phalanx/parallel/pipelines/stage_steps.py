@@ -7,8 +7,8 @@ process or in others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -19,11 +19,10 @@ from phalanx.execution.throttle import THROTTLE, token
 from phalanx.parallel.pipelines.chunk_programs import Chunk, ChunkPrograms, Differentiated, is_inexact
 from phalanx.parallel.pipelines.micro_batches import CutBatch
 from phalanx.parallel.pipelines.schedule import BACKWARD, FORWARD, PipelineAction, PipelineSchedule
-from phalanx.parallel.pipelines.stages import StagePlace
 from phalanx.parallel.wide_sums import is_narrow
 from phalanx.runtime import compat
 
-__all__ = ["ChunkRunner", "Exchange", "LocalExchange", "LossPart", "StageStep", "as_weights", "zeros"]
+__all__ = ["ChunkRunner", "Exchange", "LossPart", "StageStep", "as_weights", "zeros"]
 
 
 class Exchange(Protocol):
@@ -34,24 +33,6 @@ class Exchange(Protocol):
 
     def take(self, kind: str, micro: int, position: int, part: int) -> Any:
         """What was handed over to the chunk at a position."""
-
-
-@dataclass
-class LocalExchange:
-    """Values are copied from the devices of one stage to those of another."""
-
-    schedule: PipelineSchedule
-    places: Sequence[StagePlace]
-    box: dict[Any, Any] = field(default_factory=dict)
-
-    def give(self, kind: str, micro: int, position: int, part: int, value: Any) -> None:
-        """See `Exchange`; the copy is begun, and not waited for."""
-        place = self.places[self.schedule.placement[position]]
-        self.box[kind, micro, position, part] = place.put_rows(value)
-
-    def take(self, kind: str, micro: int, position: int, part: int) -> Any:
-        """See `Exchange`."""
-        return self.box.pop((kind, micro, position, part))
 
 
 class ChunkRunner:
@@ -88,6 +69,26 @@ class ChunkRunner:
             self._programs[key] = ChunkPrograms(self.chunk, unflatten)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(x))
         return self._programs[key], Differentiated(weights, inputs, fixed), count
+
+    def outlined(
+        self,
+        weights: Any,
+        cut: CutBatch,
+        rows: int,
+        position: int,
+        given: Mapping[tuple[int, int, int], Any],
+        slices: int,
+    ) -> dict[tuple[int, int, int], Any]:
+        """The shapes of what the next position gets for micro batches of some rows, by slice."""
+        found: dict[tuple[int, int, int], Any] = {}
+        carry = None
+        micro = cut.rows.index(rows)
+        for part in range(slices):
+            x = given[position, rows, part] if position else None
+            batch = cut.taken(self.takes, micro, part)
+            output, carry, _ = jax.eval_shape(self.chunk.function, weights, x, carry, batch)
+            found[position + 1, rows, part] = output
+        return found
 
 
 def _signature(x: Any) -> Any:
