@@ -22,6 +22,15 @@ from phalanx.parallel.mindspore_files import (
     read_mindspore_strategy,
 )
 from phalanx.parallel.parallelizing import Parallelized, parallelize
+from phalanx.parallel.pipelines.cells import (
+    GradAccumulation,
+    MicroBatchInterleaved,
+    Pipeline,
+    PipelineCell,
+    PipelineGradReducer,
+)
+from phalanx.parallel.pipelines.cut_search import search_pipeline
+from phalanx.parallel.pipelines.cutting import CutFunction, cut_function
 from phalanx.parallel.pipelines.named_schedules import schedule
 from phalanx.parallel.pipelines.optimizing import PipelineOptimizer
 from phalanx.parallel.pipelines.pipelined import Pipelined
@@ -40,10 +49,12 @@ from phalanx.parallel.plan import (
     OperatorPlan,
     Plan,
     PlannedCollective,
+    PlannedPipeline,
     RunnerUp,
     Shardings,
     TensorPlan,
 )
+from phalanx.parallel.plan_parts import PlannedStage
 from phalanx.parallel.running import value_and_grad
 from phalanx.parallel.searching import search
 from phalanx.parallel.sharding import shard
@@ -54,23 +65,31 @@ __all__ = [
     "Alternative",
     "AutoParallel",
     "AutoParallelStrategy",
+    "CutFunction",
     "Device",
     "DeviceMesh",
+    "GradAccumulation",
     "Hardware",
     "Layout",
     "Link",
     "Measurements",
     "MemoryUse",
+    "MicroBatchInterleaved",
     "MindSporeStrategy",
     "OperatorPlan",
     "ParallelMode",
     "Parallelized",
+    "Pipeline",
     "PipelineAction",
+    "PipelineCell",
+    "PipelineGradReducer",
     "PipelineOptimizer",
     "PipelineSchedule",
     "Pipelined",
     "Plan",
     "PlannedCollective",
+    "PlannedPipeline",
+    "PlannedStage",
     "RunnerUp",
     "Shardings",
     "Stage",
@@ -79,6 +98,7 @@ __all__ = [
     "Timeline",
     "Topology",
     "apply",
+    "cut_function",
     "fit",
     "get_auto_parallel_context",
     "load_hardware",
@@ -93,6 +113,7 @@ __all__ = [
     "save_hardware",
     "schedule",
     "search",
+    "search_pipeline",
     "set_auto_parallel_context",
     "shard",
     "split",

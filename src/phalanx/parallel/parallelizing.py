@@ -137,7 +137,8 @@ _PIPELINE = (
 _ELSEWHERE = {
     **dict.fromkeys(
         _PIPELINE,
-        "Programs cannot be cut into the stages of a pipeline yet; auto_parallel cuts within operators",
+        "Stages need micro batches: give px.parallel.PipelineCell(network, micro_size), or call "
+        "px.parallel.pipeline",
     ),
     **dict.fromkeys(
         ("dump_local_norm", "dump_device_local_norm"),

@@ -198,6 +198,7 @@ def search_pipeline(
     micro_batches: int = 8,
     stages: int | Sequence[int] | None = None,
     schedules: Sequence[str] = _SCHEDULES,
+    chunks: int | None = None,
     memory: float | None = None,
     slots: float = 2.0,
     time_limit: float | None = None,
@@ -213,6 +214,7 @@ def search_pipeline(
         micro_batches: into how many a batch is cut.
         stages: the numbers of stages to try; by default all that divide the devices.
         schedules: to try.
+        chunks: of each stage; by default as few as the schedule needs.
         memory: the bytes that each device may hold; by default what the hardware has.
         slots: how many tensors the optimizer keeps for each parameter.
         time_limit: the seconds that the search within stages may take, for each number of stages.
@@ -260,7 +262,7 @@ def search_pipeline(
         )
         costs = stage_costs(flat, inner, chosen, slots)
         for name in schedules if count > 1 else ("1f1b",):
-            made = _schedule(name, count, micro_batches)
+            made = _schedule(name, count, micro_batches, chunks if count > 1 else 1)
             if made is None or made.positions > len(costs.cuts) + 1:
                 continue
             best = best_cuts(costs, made, budget)
@@ -284,9 +286,11 @@ def _micro(batch: Sequence[Any], micro_batches: int) -> tuple[Any, ...]:
     return tuple(jax.tree.map(rows, arg) for arg in batch)
 
 
-def _schedule(name: str, stages: int, micro_batches: int) -> PipelineSchedule | None:
+def _schedule(
+    name: str, stages: int, micro_batches: int, chunks: int | None
+) -> PipelineSchedule | None:
     try:
-        return schedule(name, stages, micro_batches)
+        return schedule(name, stages, micro_batches, chunks)
     except InvalidValueError:
         return None
 
