@@ -82,7 +82,7 @@ class PipelineCell:
         >>> px.set_auto_parallel_context(parallel_mode="semi_auto_parallel", pipeline_stages=2)
         >>> params = {"a": jnp.eye(2), "b": jnp.eye(2), "loss": ()}
         >>> round(float(cell(params, jnp.ones((4, 2)), jnp.zeros((4, 2)))), 4)
-        0.4115
+        0.4122
         >>> px.reset_auto_parallel_context()
     """
 

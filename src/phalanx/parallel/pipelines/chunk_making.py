@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from phalanx.errors import InvalidValueError
-from phalanx.parallel.pipelines.chunk_programs import Chunk
+from phalanx.parallel.pipelines.chunk_programs import ModelChunk
 from phalanx.parallel.pipelines.schedule import PipelineSchedule
 from phalanx.parallel.pipelines.stage_steps import ChunkRunner
 from phalanx.parallel.pipelines.stages import Stage, StagePlace
@@ -85,7 +85,7 @@ class ChunkMaker:
             complete = jax.checkpoint(complete, policy=again if callable(again) else None)
         place = self._places[self._schedule.placement[position]]
         splits = self._schedule.splits_backward
-        return ChunkRunner(Chunk(position, complete, place, last and has_loss, splits), takes)
+        return ChunkRunner(ModelChunk(position, complete, place, last and has_loss, splits), takes)
 
 
 def _chunk_function(

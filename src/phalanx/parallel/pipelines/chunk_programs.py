@@ -25,7 +25,7 @@ from phalanx.parallel.placing import names_of
 from phalanx.parallel.running import ParallelRun, in_run
 from phalanx.runtime import compat
 
-__all__ = ["Chunk", "ChunkPrograms", "Differentiated", "Inlined", "is_inexact"]
+__all__ = ["ChunkPrograms", "Differentiated", "Inlined", "ModelChunk", "is_inexact"]
 
 Dispatch = Callable[..., Any]
 
@@ -36,7 +36,7 @@ def is_inexact(x: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ModelChunk:
     """A chunk of a model.
 
     Args:
@@ -78,7 +78,7 @@ class ChunkPrograms:
     All of them return a pair, of which the second is ready when the program has ended.
     """
 
-    chunk: Chunk
+    chunk: ModelChunk
     unflatten: Callable[[Differentiated], tuple[Any, Any, Any]]
     """The input, what is carried, and the arguments of the batch, from the parts."""
     recipe: Any = None

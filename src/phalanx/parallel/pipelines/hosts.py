@@ -58,11 +58,11 @@ class LocalHosts:
         return True
 
     def send(self, nest: Any, stage: int, kind: str, *numbers: int) -> None:
-        """See `StageHosts`; there is nobody to send to."""
+        """See `StageHosts`; all stages are here."""
         raise AssertionError(stage)
 
     def receive(self, shapes: Any, stage: int, kind: str, *numbers: int) -> Any:
-        """See `StageHosts`; there is nobody to receive from."""
+        """See `StageHosts`; all stages are here."""
         raise AssertionError(stage)
 
     def told(self, value: Any, stage: int) -> Any:
@@ -189,7 +189,7 @@ class HostExchange:
         self.box: dict[Any, Any] = {}
 
     def give(self, kind: str, micro: int, position: int, part: int, value: Any) -> None:
-        """See `Exchange`; the copy is begun, and not waited for."""
+        """See `StageExchange`; the copy is begun, and not waited for."""
         stage = self._placement[position]
         if self._hosts.is_here(stage):
             self.box[kind, micro, position, part] = self._places[stage].put_rows(value)
@@ -204,7 +204,7 @@ class HostExchange:
         return self._placement[position - 1 if kind == "F" else position + 1]
 
     def take(self, kind: str, micro: int, position: int, part: int) -> Any:
-        """See `Exchange`; what comes from another process is waited for."""
+        """See `StageExchange`; what comes from another process is waited for."""
         key = kind, micro, position, part
         if self.is_from_here(kind, position):
             return self.box.pop(key)

@@ -51,13 +51,13 @@ class _WaitingExchange:
         self._inner, self._inside, self._failures = inner, inside, failures
 
     def give(self, kind: str, micro: int, position: int, part: int, value: Any) -> None:
-        """See `Exchange`."""
+        """See `StageExchange`."""
         with self._inside:
             self._inner.give(kind, micro, position, part, jax.block_until_ready(value))
             self._inside.notify_all()
 
     def take(self, kind: str, micro: int, position: int, part: int) -> Any:
-        """See `Exchange`."""
+        """See `StageExchange`."""
         if not self._inner.is_from_here(kind, position):
             return jax.block_until_ready(self._inner.take(kind, micro, position, part))
         key = kind, micro, position, part

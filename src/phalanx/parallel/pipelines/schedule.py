@@ -59,7 +59,7 @@ class ActionCosts:
         forward: a forward computation.
         input: the gradient of the input.
         weight: the gradient of the weights. A backward computation that is not split takes both.
-        transfer: from one stage to the next; it keeps nobody busy.
+        transfer: from one stage to the next; it keeps no stage busy.
     """
 
     forward: float | Sequence[float] = 1
@@ -117,8 +117,8 @@ class PipelineSchedule:
     >>> schedule = PipelineSchedule("mine", [[F(0), F(1), B(0), B(1)], [F(0), B(0), F(1), B(1)]], 2)
     >>> print(schedule)
     mine: 2 stages, 2 micro batches, bubble 33.3%, live 2 1
-    0 |F0|F1|..|B0   |..|B1   |
-    1 |..|F0|B0   |F1|B1   |..|
+    0 |F0|F1|..|..|B0   |..|B1   |
+    1 |..|F0|B0   |F1|B1   |..|..|
     >>> schedule.peak_live
     (2, 1)
     """

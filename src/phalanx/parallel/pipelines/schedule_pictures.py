@@ -31,8 +31,8 @@ def text(schedule: PipelineSchedule) -> str:
     >>> from phalanx.parallel.pipelines.named_schedules import schedule
     >>> print(text(schedule("gpipe", 2, 2)))
     gpipe: 2 stages, 2 micro batches, bubble 33.3%, live 2 2
-    0 |F0|F1|..|..|B0   |B1   |
-    1 |..|F0|F1|B0   |B1   |..|
+    0 |F0|F1|..|..|..|B0   |B1   |
+    1 |..|F0|F1|B0   |B1   |..|..|
     """
     rows: list[list[TimedAction]] = [[] for _ in range(schedule.stages)]
     for timed in schedule.timed():

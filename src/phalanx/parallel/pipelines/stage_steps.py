@@ -1,7 +1,7 @@
 """One step of one stage: it does its actions, holds what gradients need, and sums gradients.
 
-Where inputs come from and results go to is the matter of an `Exchange`: the other stages may be in this
-process or in others.
+Where inputs come from and results go to is the matter of a `StageExchange`: the other stages may be in
+this process or in others.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.execution.throttle import THROTTLE, token
-from phalanx.parallel.pipelines.chunk_programs import Chunk, ChunkPrograms, Differentiated, is_inexact
+from phalanx.parallel.pipelines.chunk_programs import (
+    ChunkPrograms,
+    Differentiated,
+    ModelChunk,
+    is_inexact,
+)
 from phalanx.parallel.pipelines.micro_batches import CutBatch
 from phalanx.parallel.pipelines.schedule import BACKWARD, FORWARD, PipelineAction, PipelineSchedule
 from phalanx.parallel.wide_sums import is_narrow
 from phalanx.runtime import compat
 
-__all__ = ["ChunkRunner", "Exchange", "LossPart", "StageStep", "as_weights", "zeros"]
+__all__ = ["ChunkRunner", "LossPart", "StageExchange", "StageStep", "as_weights", "zeros"]
 
 
-class Exchange(Protocol):
+class StageExchange(Protocol):
     """How stages hand over activations and gradients."""
 
     def give(self, kind: str, micro: int, position: int, part: int, value: Any) -> None:
@@ -43,7 +48,7 @@ class ChunkRunner:
         takes: the numbers of the arguments of the batch that it takes.
     """
 
-    def __init__(self, chunk: Chunk, takes: tuple[int, ...]) -> None:
+    def __init__(self, chunk: ModelChunk, takes: tuple[int, ...]) -> None:
         self.chunk, self.takes = chunk, takes
         self._programs: dict[Any, ChunkPrograms] = {}
 
@@ -96,7 +101,7 @@ def _signature(x: Any) -> Any:
 
 
 @dataclass
-class Held:
+class HeldResult:
     """What a stage holds for a gradient."""
 
     programs: ChunkPrograms
@@ -137,13 +142,13 @@ class StageStep:
         runners: Mapping[int, ChunkRunner],
         weights: Mapping[int, Any],
         batch: CutBatch,
-        exchange: Exchange,
+        exchange: StageExchange,
         start: Callable[..., Any] | None = None,
     ) -> None:
         self._stage, self._schedule, self._batch, self._exchange = stage, schedule, batch, exchange
         self._runners, self._weights = runners, weights
         self._start = start or THROTTLE.dispatch
-        self._held: dict[tuple[int, int, int], Held] = {}
+        self._held: dict[tuple[int, int, int], HeldResult] = {}
         self._carries: dict[tuple[int, int, int], Any] = {}
         self._carry_gradients: dict[tuple[int, int, int], Any] = {}
         self.sums: dict[int, Any] = {}
@@ -189,7 +194,7 @@ class StageStep:
         shapes = [
             compat.shape_of(x) for x in jax.tree.leaves(carried) if is_inexact(x)
         ]  # of the gradients that will come
-        self._held[place] = held = Held(programs, given, own, kept, shapes)
+        self._held[place] = held = HeldResult(programs, given, own, kept, shapes)
         if programs.chunk.is_last:
             held.above = [np.asarray(self._batch.share(place[2]), output.dtype)]
         self.live = max(self.live, len(self._held))
