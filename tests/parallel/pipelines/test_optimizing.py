@@ -13,7 +13,8 @@ from tests.parallel.pipelines import models
 from tests.parallel.pipelines.test_pipelining import assert_close, piped
 
 import phalanx as px
-from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.parallel.pipelines.named_schedules import SCHEDULES
 from phalanx.parallel.pipelines.pipelining import pipeline
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2))
@@ -44,6 +45,53 @@ def test_twenty_steps_are_those_of_the_whole_model() -> None:
         assert {d.id for x in jax.tree.leaves(nest) for d in x.devices()} == {i}
     moments = jax.tree.leaves(state[1][0].mu)
     assert sorted({d.id for x in moments for d in x.devices()}) == [0, 1, 2]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_twenty_steps_of_every_schedule(name: str) -> None:
+    chunks = 1 if name in ("gpipe", "1f1b") else 2
+    model = models.language(4 if chunks > 1 else 2)
+    pipe = piped(model, 2, name, 4, chunks=chunks)
+    optimizer = pipe.optimizer(CLIPPED)
+    params, whole = pipe.place(model.params), model.params
+    state, whole_state = optimizer.init(params), CLIPPED.init(model.params)
+    for i in range(20):
+        batch = model.batch(8 - i % 2)
+        _, gradients = pipe.value_and_grad(params, *batch)
+        params, state = optimizer.update(gradients, state, params)
+        updates, whole_state = CLIPPED.update(jax.grad(model.whole)(whole, *batch), whole_state, whole)
+        whole = optax.apply_updates(whole, updates)
+    assert_close(params, whole, 1e-3)
+
+
+def test_variables_of_strategies_are_trained_by_optimizers_of_px_train() -> None:
+    model = models.equal(2)
+    pipe = piped(model, 2, "1f1b", 2)
+    strategies = [px.OneDeviceStrategy(f"CPU:{i}") for i in range(2)]
+    variables, optimizers = [], []
+    for strategy, nest in zip(strategies, model.params, strict=True):
+        with strategy.scope():
+            variables.append({name: px.Variable(x, name=name) for name, x in nest.items()})
+            optimizers.append(px.train.Optimizer(optax.sgd(0.1)))
+    params = model.params
+    for _ in range(2):
+        _, gradients = pipe.value_and_grad(variables, *model.batch(4))
+        for strategy, optimizer, nest, own in zip(
+            strategies, optimizers, variables, gradients, strict=True
+        ):
+            strategy.run(optimizer.apply_gradients, args=([(own[n], nest[n]) for n in nest],))
+        expected = jax.grad(model.whole)(params, *model.batch(4))
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, expected)
+    found = [{name: v.value() for name, v in nest.items()} for nest in variables]
+    assert_close(found, params)
+
+
+def test_a_pipeline_is_no_part_of_a_program() -> None:
+    model = models.equal(2)
+    pipe = piped(model, 2, "1f1b", 2)
+    with pytest.raises(ContextError, match=r"outside of jax\.jit"):
+        jax.jit(lambda x: pipe(model.params, x, x))(model.batch(4)[0])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from phalanx.core.variables import Variable
 from phalanx.errors import ContextError, InvalidValueError
 from phalanx.execution.throttle import THROTTLE, token
 from phalanx.parallel.pipelines.chunk_making import ChunkMaker, PipelineOptions
@@ -146,9 +147,11 @@ class Pipelined:
         """The loss of a batch, and its gradients for the parameters of all stages.
 
         Args:
-            params: a nest for each stage; those that are elsewhere are copied to the stage's devices.
+            params: a nest of arrays or variables for each stage; what is elsewhere is copied to the
+                stage's devices.
             *batch: nests of arrays with the examples along the first dim.
         """
+        params = _values(params)
         with self._hosts.naming(self.stages):
             steps, exchange, weights = self._prepared(params, batch)
             made = {stage: self._step(stage, exchange, *steps) for stage in self.stages}
@@ -162,6 +165,7 @@ class Pipelined:
 
         Each stage has a thread, which waits for the end of one action before it begins the next.
         """
+        params = _values(params)
         with self._hosts.naming(self.stages):
             steps, exchange, weights = self._prepared(params, batch)
 
@@ -274,7 +278,7 @@ class Pipelined:
         return value, self._gradients(sums, weights, params)
 
     def _forward(self, params: Sequence[Any], batch: tuple[Any, ...], has_loss: bool) -> list[LossPart]:
-        parts, exchange, _ = self._prepared(params, batch, has_loss)
+        parts, exchange, _ = self._prepared(_values(params), batch, has_loss)
         s, cut = self._schedule, parts[2]
         steps = {stage: self._step(stage, exchange, *parts) for stage in self.stages}
         for micro in range(s.micro_batches):
@@ -347,6 +351,15 @@ class Pipelined:
             return value
         held = None if value is None else jax.tree.map(np.asarray, value)
         return jax.tree.map(jnp.asarray, self._hosts.told(held, self._schedule.placement[-1]))
+
+
+def _values(params: Any) -> Any:
+    """Parameters with the values of variables in place of the variables."""
+
+    def value(x: Any) -> Any:
+        return x.value() if isinstance(x, Variable) else x
+
+    return jax.tree.map(value, params, is_leaf=lambda x: isinstance(x, Variable))
 
 
 def _totals(weights: Any, parts: Sequence[Any]) -> Any:
