@@ -24,12 +24,12 @@ def pair() -> Iterator[px.testing.MultiProcess]:
         yield cluster
 
 
-def trained(schedule: str, micro_batches: int, chunks: int, steps: int, rows: int) -> Any:
+def trained(schedule: str, stages: int, micro_batches: int, chunks: int, steps: int, rows: int) -> Any:
     """Losses and parameters after some steps, and what this worker held."""
     from phalanx.parallel.pipelines.pipelining import pipeline
 
     px.comm.init()
-    parts = 2 * chunks
+    parts = stages * chunks
     model = models.language(parts) if parts > 2 else models.equal(parts)
     devices = ["CPU:0", "CPU:1"]
     pipe = pipeline(
@@ -71,8 +71,7 @@ def trained(schedule: str, micro_batches: int, chunks: int, steps: int, rows: in
     return losses, held, pipe.peak_live, pipe.stages, moments, last
 
 
-def expected(chunks: int, steps: int, rows: int) -> Any:
-    parts = 2 * chunks
+def expected(parts: int, steps: int, rows: int) -> Any:
     model = models.language(parts) if parts > 2 else models.equal(parts)
     transform = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
     params, state = model.params, transform.init(model.params)
@@ -90,25 +89,41 @@ def expected(chunks: int, steps: int, rows: int) -> Any:
     return losses, params, float(model.whole(params, *model.batch(rows)))
 
 
-@pytest.mark.parametrize(("name", "micro_batches", "chunks"), [("1f1b", 3, 1), ("zero_bubble_v", 3, 2)])
-def test_workers_with_stages_of_their_own_train_the_same_model(
-    pair: px.testing.MultiProcess, name: str, micro_batches: int, chunks: int
+def check(
+    cluster: px.testing.MultiProcess, workers: int, name: str, stages: int, micro: int, chunks: int
 ) -> None:
-    results = pair.run(trained, name, micro_batches, chunks, 3, 7)
-    losses, params, last = expected(chunks, 3, 7)
-    schedule = px.parallel.schedule(name, 2, micro_batches, chunks)
+    results = cluster.run(trained, name, stages, micro, chunks, 3, 7, timeout=120)
+    losses, params, last = expected(stages * chunks, 3, 7)
+    schedule = px.parallel.schedule(name, stages, micro, chunks)
+    each = stages // workers
     merged: list[Any] = [None] * len(params)
-    for rank, (found, held, live, stages, moments, final) in enumerate(results):
+    for rank, (found, held, live, mine, moments, final) in enumerate(results):
         np.testing.assert_allclose(found, losses, rtol=1e-4)
         assert final == pytest.approx(last, rel=1e-4)
-        assert stages == (rank,)
-        assert live == (schedule.peak_live[rank],)
+        assert mine == tuple(range(rank * each, (rank + 1) * each))
+        assert live == tuple(schedule.peak_live[stage] for stage in mine)
         assert moments < len(jax.tree.leaves(optax.adam(1.0).init(params)))
         for i, nest in enumerate(held):
-            assert (nest is not None) == (schedule.placement[i] == rank)
+            assert (nest is not None) == (schedule.placement[i] in mine)
             merged[i] = nest or merged[i]
     for one, other in zip(jax.tree.leaves(merged), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches", "chunks"), [("1f1b", 4, 4, 1), ("zero_bubble_v", 2, 3, 2)]
+)
+def test_workers_with_stages_of_their_own_train_the_same_model(
+    pair: px.testing.MultiProcess, name: str, stages: int, micro_batches: int, chunks: int
+) -> None:
+    check(pair, 2, name, stages, micro_batches, chunks)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_four_workers(name: str, chunks: int) -> None:
+    with px.testing.MultiProcess(workers=4, **WORKERS) as cluster:  # type: ignore[arg-type]
+        check(cluster, 4, name, 4, 4, chunks)
 
 
 def failing(what: str) -> tuple[str, str]:
