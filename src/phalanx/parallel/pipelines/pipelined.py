@@ -147,7 +147,7 @@ class Pipelined:
         """The loss of a batch, and its gradients for the parameters of all stages.
 
         Args:
-            params: a nest of arrays or variables for each stage; what is elsewhere is copied to the
+            params: a nest of arrays or variables for each stage, copied to the
                 stage's devices.
             *batch: nests of arrays with the examples along the first dim.
         """
