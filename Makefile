@@ -66,6 +66,7 @@ bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the o
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/multiworker.py
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/parameter_server.py

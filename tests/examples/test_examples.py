@@ -138,3 +138,13 @@ def test_an_embedding_on_servers_learns_and_is_evaluated(tmp_path: Path) -> None
     assert "2 shards" in done.stdout
     (last,) = re.findall(r"ckpt-4: accuracy ([\d.]+)", done.stdout)
     assert float(last) > 0.8
+
+
+def test_a_language_model_in_four_stages() -> None:
+    """All schedules are in the tests of pipelines."""
+    done = start("pipeline.py", "--micro-batches", "5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1f1b: 4 stages, 5 micro batches")
+    found = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert len(found) == 4
+    assert found[-1] < found[0] < 4

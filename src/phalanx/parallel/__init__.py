@@ -1,7 +1,8 @@
 """`px.parallel`: programs that are laid out over devices, by MindSpore's modes or by a searched plan.
 
 `parallelize` gives a function in one of five modes. `search` reads a function, finds the cheapest
-layout of all of its tensors, and proves that there is none cheaper by its model of costs.
+layout of all of its tensors, and proves that there is none cheaper by its model of costs. `pipeline`
+runs a model in stages.
 """
 
 from phalanx.parallel.algo_parameters import (
@@ -27,16 +28,39 @@ from phalanx.parallel.mindspore_files import (
     read_mindspore_strategy,
 )
 from phalanx.parallel.parallelizing import Parallelized, parallelize
+from phalanx.parallel.pipelines.cells import (
+    GradAccumulation,
+    MicroBatchInterleaved,
+    Pipeline,
+    PipelineCell,
+    PipelineGradReducer,
+)
+from phalanx.parallel.pipelines.cut_search import search_pipeline
+from phalanx.parallel.pipelines.cutting import CutFunction, cut_function
+from phalanx.parallel.pipelines.named_schedules import schedule
+from phalanx.parallel.pipelines.optimizing import PipelineOptimizer
+from phalanx.parallel.pipelines.pipelined import Pipelined
+from phalanx.parallel.pipelines.pipelining import pipeline
+from phalanx.parallel.pipelines.recording import Timeline
+from phalanx.parallel.pipelines.schedule import (
+    ActionCosts,
+    PipelineAction,
+    PipelineSchedule,
+    TimedAction,
+)
+from phalanx.parallel.pipelines.stages import Stage, split
 from phalanx.parallel.plan import (
     Alternative,
     MemoryUse,
     OperatorPlan,
     Plan,
     PlannedCollective,
+    PlannedPipeline,
     RunnerUp,
     Shardings,
     TensorPlan,
 )
+from phalanx.parallel.plan_parts import PlannedStage
 from phalanx.parallel.running import value_and_grad
 from phalanx.parallel.searching import search
 from phalanx.parallel.sharding import shard
@@ -44,29 +68,46 @@ from phalanx.parallel.spanning import all_devices
 from phalanx.parallel.strategy import AutoParallelStrategy
 
 __all__ = [
+    "ActionCosts",
     "AlgoParameters",
     "Alternative",
     "AutoParallel",
     "AutoParallelStrategy",
+    "CutFunction",
     "Device",
     "DeviceMesh",
+    "GradAccumulation",
     "Hardware",
     "Layout",
     "Link",
     "Measurements",
     "MemoryUse",
+    "MicroBatchInterleaved",
     "MindSporeStrategy",
     "OperatorPlan",
     "ParallelMode",
     "Parallelized",
+    "Pipeline",
+    "PipelineAction",
+    "PipelineCell",
+    "PipelineGradReducer",
+    "PipelineOptimizer",
+    "PipelineSchedule",
+    "Pipelined",
     "Plan",
     "PlannedCollective",
+    "PlannedPipeline",
+    "PlannedStage",
     "RunnerUp",
     "Shardings",
+    "Stage",
     "TensorPlan",
+    "TimedAction",
+    "Timeline",
     "Topology",
     "all_devices",
     "apply",
+    "cut_function",
     "fit",
     "get_algo_parameters",
     "get_auto_parallel_context",
@@ -75,14 +116,18 @@ __all__ = [
     "mesh_of",
     "meshes",
     "parallelize",
+    "pipeline",
     "profile",
     "read_mindspore_strategy",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
     "save_hardware",
+    "schedule",
     "search",
+    "search_pipeline",
     "set_algo_parameters",
     "set_auto_parallel_context",
     "shard",
+    "split",
     "value_and_grad",
 ]

@@ -11,6 +11,7 @@ from phalanx.parallel.context import options_in_force
 from phalanx.parallel.option_checks import check_dataset_strategy, check_type
 from phalanx.parallel.options import SCHEDULERS, ParallelOptions, changed
 from phalanx.parallel.parallelizing import Parallelized, parallelize
+from phalanx.parallel.pipelines.cells import PipelineCell
 from phalanx.runtime.formatting import shown
 
 __all__ = ["AutoParallel", "ParallelMode"]
@@ -40,7 +41,8 @@ class AutoParallel:
     `set_auto_parallel_context` are neither read nor changed. It is compiled by its first call.
 
     Args:
-        network: a loss, or a step that calls `value_and_grad`; see `parallelize`.
+        network: a loss, or a step that calls `value_and_grad`; see `parallelize`. A `PipelineCell` runs
+            in stages, and takes its devices itself.
         parallel_mode: ``semi_auto``, or how a plan is searched: ``dynamic_programming``, which is
             exact, ``recursive_programming`` or ``sharding_propagation``.
         parameters: the numbers of the arguments that are parameters, or other state of a step.
@@ -91,12 +93,12 @@ class AutoParallel:
     def __call__(self, *args: Any) -> Any:
         """What the function returns, computed on all devices."""
         with options_in_force(self._options):
-            return self._compiled(args)(*args)
+            return self._runner(args)(*args)
 
     def value_and_grad(self, *args: Any) -> Any:
         """The value of a loss and its gradients; see `Parallelized.value_and_grad`."""
         with options_in_force(self._options):
-            return self._compiled(args).value_and_grad(*args)
+            return self._runner(args).value_and_grad(*args)
 
     def compile(self, *example_args: Any) -> Parallelized:
         """Compile for arguments of these shapes; returns the program, which can create parameters."""
@@ -114,6 +116,9 @@ class AutoParallel:
     def options(self) -> ParallelOptions:
         """The options."""
         return self._options
+
+    def _runner(self, args: tuple[Any, ...]) -> Parallelized | PipelineCell:
+        return self._network if isinstance(self._network, PipelineCell) else self._compiled(args)
 
     def _compiled(self, args: tuple[Any, ...]) -> Parallelized:
         if self._program is None:
@@ -136,7 +141,7 @@ class AutoParallel:
         interleave: bool = False,
         scheduler: str = "1f1b",
     ) -> None:
-        """Cut the program into stages. More than one is refused when the program is compiled."""
+        """Cut the network into stages; for more than one it must be a `PipelineCell`."""
         what = "For 'AutoParallel.pipeline', the argument"
         for name, value, kind in (
             ("stages", stages, int),

@@ -149,7 +149,8 @@ _PIPELINE = (
 _ELSEWHERE = {
     **dict.fromkeys(
         _PIPELINE,
-        "Programs cannot be cut into the stages of a pipeline yet; auto_parallel cuts within operators",
+        "Stages need micro batches: give px.parallel.PipelineCell(network, micro_size), or call "
+        "px.parallel.pipeline",
     ),
 }
 """Options that no program of this module acts on, and why."""

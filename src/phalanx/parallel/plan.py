@@ -16,6 +16,19 @@ from phalanx.errors import InvalidValueError, NotFoundError
 from phalanx.parallel import plan_files, plan_html, plan_text
 from phalanx.parallel.layout import Shape
 from phalanx.parallel.mesh import DeviceMesh
+from phalanx.parallel.plan_parts import PlannedPipeline, RunnerUp
+
+__all__ = [
+    "Alternative",
+    "MemoryUse",
+    "OperatorPlan",
+    "Plan",
+    "PlannedCollective",
+    "PlannedPipeline",
+    "RunnerUp",
+    "Shardings",
+    "TensorPlan",
+]
 
 
 @dataclass(frozen=True)
@@ -122,14 +135,6 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class RunnerUp:
-    """The best plan that differs, and its cost."""
-
-    difference: str
-    cost: float
-
-
-@dataclass(frozen=True)
 class Shardings:
     """The shardings of a plan on real devices, by name.
 
@@ -191,6 +196,8 @@ class Plan:
         pins: the layouts that were given.
         runner_up: the best plan that differs; None if it is not known.
         notes: what the search could not see into.
+        pipeline: the stages, if the program is cut into them; everything else is then about one micro
+            batch of the whole program on the devices of one stage.
     """
 
     mesh: DeviceMesh
@@ -211,6 +218,7 @@ class Plan:
     pins: Mapping[str, PartitionSpec] = field(default_factory=dict)
     runner_up: RunnerUp | None = None
     notes: tuple[str, ...] = ()
+    pipeline: PlannedPipeline | None = None
 
     @property
     def proven(self) -> bool:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from phalanx.errors import InvalidValueError
 from phalanx.parallel.mesh import DeviceMesh, Link
+from phalanx.parallel.plan_parts import PlannedPipeline
 
 if TYPE_CHECKING:
     from phalanx.parallel.plan import OperatorPlan, Plan, TensorPlan
@@ -59,6 +60,7 @@ def to_data(plan: Plan) -> dict[str, Any]:
         "pins": {name: spec_to_data(spec) for name, spec in plan.pins.items()},
         "runner_up": None if plan.runner_up is None else dict(vars(plan.runner_up)),
         "notes": list(plan.notes),
+        **({} if plan.pipeline is None else {"pipeline": plan.pipeline.to_data()}),
     }
 
 
@@ -145,6 +147,7 @@ def _read(data: Mapping[str, Any]) -> Plan:
         {name: spec_from_data(spec) for name, spec in data["pins"].items()},
         None if data["runner_up"] is None else RunnerUp(**data["runner_up"]),
         tuple(data["notes"]),
+        PlannedPipeline.from_data(data["pipeline"]) if data.get("pipeline") else None,
     )
 
 

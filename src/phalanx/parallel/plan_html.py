@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from phalanx.parallel.plan_text import seconds_text, spec_text
+from phalanx.parallel.plan_text import pipeline_rows, seconds_text, spec_text
 from phalanx.runtime.formatting import bytes_text
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def page(plan: Plan, title: str = "Plan") -> str:
         f"<h1>{escape(title)}</h1>",
         _summary(plan),
         _next_best(plan),
+        *_pipeline(plan),
         "<h2>Time per step</h2>",
         _bar({"computation": plan.compute, "communication": plan.communication}, seconds_text),
         "<h2>Memory per device</h2>",
@@ -79,6 +80,14 @@ def _summary(plan: Plan) -> str:
         f"<b>{seconds_text(plan.cost)}</b> per step, {how} ({escape(plan.mode)}); "
         f"<b>{bytes_text(plan.memory.total)}</b> per device.</p>"
     )
+
+
+def _pipeline(plan: Plan) -> list[str]:
+    """The stages, if there are any."""
+    if plan.pipeline is None:
+        return []
+    title, *rows = pipeline_rows(plan.pipeline)
+    return ["<h2>Stages</h2>", f"<p>{escape(title)}</p>", f"<pre>{escape(chr(10).join(rows))}</pre>"]
 
 
 def _next_best(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from phalanx.runtime.formatting import bytes_text
 
 if TYPE_CHECKING:
     from phalanx.parallel.plan import Plan, PlannedCollective, TensorPlan
+    from phalanx.parallel.plan_parts import PlannedPipeline
 
 
 def seconds_text(seconds: float) -> str:
@@ -85,8 +86,34 @@ def table(plan: Plan) -> str:
     if busy:
         rows = [[f"  {o.key}", _collective_text(o.collectives)] for o in busy]
         lines += ["", "Communication", *columns(rows)]
+    if plan.pipeline is not None:
+        lines = [*pipeline_rows(plan.pipeline), "", f"Within a stage: {lines[0]}", *lines[1:]]
     lines += ["", *plan.notes] if plan.notes else []
     return "\n".join(lines)
+
+
+def pipeline_rows(pipeline: PlannedPipeline) -> list[str]:
+    """The stages of a plan, and what else was tried."""
+    p = pipeline
+    chunks = f" of {p.chunks} chunks" if p.chunks > 1 else ""
+    step = f"{seconds_text(p.seconds)} per step, bubble {p.bubble:.1%}"
+    lines = [
+        f"Pipeline of {p.stages} stages{chunks}, {p.schedule}, {p.micro_batches} micro batches: {step}"
+    ]
+    rows = [
+        [
+            f"  {i}",
+            f"equations {part.first} to {part.end - 1}",
+            seconds_text(part.seconds),
+            f"{len(part.parameters)} parameters",
+            f"hands over {part.result}" if part.result else "",
+        ]
+        for i, part in enumerate(p.parts)
+    ]
+    held = ", ".join(bytes_text(size) for size in p.memory)
+    lines += [*columns(rows), f"  memory per device of each stage: {held}"]
+    tried = [f"{other.difference} {seconds_text(other.cost)}" for other in p.others]
+    return [*lines, f"  next best: {'; '.join(tried)}"] if tried else lines
 
 
 def _tensor_rows(tensors: Mapping[str, TensorPlan]) -> list[str]:

@@ -1,0 +1,1 @@
+"""`px.parallel.pipeline`: models in stages, and schedules for them."""

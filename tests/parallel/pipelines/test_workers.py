@@ -1,0 +1,184 @@
+"""Stages in different processes: the same results, and faults that name the stage."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tests.parallel.pipelines import models
+
+import phalanx as px
+
+WORKERS = {"preload": ["phalanx", "jax"], "devices": 2}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[px.testing.MultiProcess]:
+    with px.testing.MultiProcess(workers=2, **WORKERS) as cluster:  # type: ignore[arg-type]
+        yield cluster
+
+
+def trained(schedule: str, stages: int, micro_batches: int, chunks: int, steps: int, rows: int) -> Any:
+    """Losses and parameters after some steps, and what this worker held."""
+    from phalanx.parallel.pipelines.pipelining import pipeline
+
+    px.comm.init()
+    parts = stages * chunks
+    model = models.language(parts) if parts > 2 else models.equal(parts)
+    devices = ["CPU:0", "CPU:1"]
+    pipe = pipeline(
+        model.parts,
+        schedule,
+        micro_batches,
+        loss=model.loss,
+        shared=model.shared,
+        chunks=chunks,
+        devices=devices,
+        workers=True,
+    )
+    made = []
+
+    def maker(i: int) -> Any:
+        def make() -> Any:
+            made.append(i)
+            return model.params[i]
+
+        return make
+
+    params = pipe.create([maker(i) for i in range(parts)])
+    transform = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
+    optimizer = pipe.optimizer(transform)
+    state = optimizer.init(params)
+    losses = []
+    for _ in range(steps):
+        value, gradients = pipe.value_and_grad(params, *model.batch(rows))
+        losses.append(float(value))
+        params, state = optimizer.update(gradients, state, params)
+    held = [
+        None
+        if isinstance(jax.tree.leaves(nest)[0], jax.ShapeDtypeStruct)
+        else jax.tree.map(np.asarray, nest)
+        for nest in params
+    ]
+    moments = sum(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+    last = float(pipe(params, *model.batch(rows)))
+    return losses, held, pipe.peak_live, pipe.stages, moments, last
+
+
+def expected(parts: int, steps: int, rows: int) -> Any:
+    model = models.language(parts) if parts > 2 else models.equal(parts)
+    transform = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
+    params, state = model.params, transform.init(model.params)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        value, gradients = jax.value_and_grad(model.whole)(params, *model.batch(rows))
+        updates, state = transform.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for _ in range(steps):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    return losses, params, float(model.whole(params, *model.batch(rows)))
+
+
+def check(
+    cluster: px.testing.MultiProcess, workers: int, name: str, stages: int, micro: int, chunks: int
+) -> None:
+    results = cluster.run(trained, name, stages, micro, chunks, 3, 7, timeout=120)
+    losses, params, last = expected(stages * chunks, 3, 7)
+    schedule = px.parallel.schedule(name, stages, micro, chunks)
+    each = stages // workers
+    merged: list[Any] = [None] * len(params)
+    for rank, (found, held, live, mine, moments, final) in enumerate(results):
+        np.testing.assert_allclose(found, losses, rtol=1e-4)
+        assert final == pytest.approx(last, rel=1e-4)
+        assert mine == tuple(range(rank * each, (rank + 1) * each))
+        assert live == tuple(schedule.peak_live[stage] for stage in mine)
+        assert moments < len(jax.tree.leaves(optax.adam(1.0).init(params)))
+        for i, nest in enumerate(held):
+            assert (nest is not None) == (schedule.placement[i] in mine)
+            merged[i] = nest or merged[i]
+    for one, other in zip(jax.tree.leaves(merged), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches", "chunks"), [("1f1b", 4, 4, 1), ("zero_bubble_v", 2, 3, 2)]
+)
+def test_workers_with_stages_of_their_own_train_the_same_model(
+    pair: px.testing.MultiProcess, name: str, stages: int, micro_batches: int, chunks: int
+) -> None:
+    check(pair, 2, name, stages, micro_batches, chunks)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_four_workers(name: str, chunks: int) -> None:
+    with px.testing.MultiProcess(workers=4, **WORKERS) as cluster:  # type: ignore[arg-type]
+        check(cluster, 4, name, 4, 4, chunks)
+
+
+def failing(what: str) -> tuple[str, str]:
+    from phalanx.parallel.pipelines.pipelining import pipeline
+
+    px.comm.init()
+    rank = px.comm.get_rank()
+    model = models.equal(2)
+
+    def bad(p: Any, x: Any) -> Any:
+        if what == "raises":
+            raise ZeroDivisionError("in my stage")
+        if what == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return models.layer(p, x)
+
+    micro_batches = 4 if what == "schedule" and rank else 2
+    rows = 6 if what == "shapes" and rank else 4
+    try:
+        pipe = pipeline(
+            [models.layer, bad if what in ("raises", "dies") else models.layer],
+            "1f1b",
+            micro_batches,
+            loss=model.loss,
+            devices=["CPU:0"],
+            workers=True,
+        )
+        pipe.value_and_grad(pipe.place(model.params), *model.batch(rows))
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("raises", "WorkerFailedError", "Stage 1 of a pipeline failed on rank 1: ZeroDivisionError"),
+        ("schedule", "CollectiveMismatchError", "disagree about its schedule"),
+        ("shapes", "CollectiveMismatchError", "disagree about its batch"),
+    ],
+)
+def test_a_stage_that_fails_or_disagrees_is_named_on_the_others(
+    pair: px.testing.MultiProcess, what: str, kind: str, text: str
+) -> None:
+    results = pair.run(failing, what)
+    assert results[0][0] == kind
+    assert text in results[0][1]
+    if what == "raises":
+        assert results[1] == ("ZeroDivisionError", "in my stage")
+    else:
+        assert results[1] == results[0]
+
+
+def test_a_stage_that_dies_is_named_on_the_others(pair: px.testing.MultiProcess) -> None:
+    outcomes = pair.start(failing, "dies").results(timeout=60)
+    kind, text = outcomes[0].value
+    assert kind == "WorkerLostError"
+    assert "worker 1" in text
