@@ -328,6 +328,20 @@ NAMESAKES = {
     "Program": {"execution/joint/reading.py", "execution/program.py"},
     # What the one promises, the other does.
     "Tap": {"core/traced_variables.py", "execution/taps.py"},
+    # Both are public, and have the names that Keras gives them: a loss, and its mean as a metric.
+    **{
+        name: {"train/error_metrics.py", "train/losses.py"}
+        for name in (
+            "BinaryCrossentropy",
+            "CategoricalCrossentropy",
+            "CosineSimilarity",
+            "MeanAbsoluteError",
+            "MeanSquaredError",
+            "SparseCategoricalCrossentropy",
+        )
+    },
+    # The public one is a metric; the other an action of the coordinator, which stays in its folder.
+    "Recall": {"coordinator/actions.py", "train/confusion_metrics.py"},
     # Neither leaves its folder.
     "Rows": {"core/elsewhere.py", "data/plan/nodes.py"},
     "Table": {"core/elsewhere.py", "execution/lifetimes.py"},

@@ -1,7 +1,9 @@
 """`px.train`: optimizers, metrics, loops and precision for training.
 
 * ``optimizer``, with ``precision`` and ``server_updates`` (on parameter servers); ``accumulate``
-* ``metrics``, ``loop``, ``snapshot``
+* ``metrics``, with ``accuracy_metrics``, ``confusion_metrics`` and ``error_metrics``
+* ``loss_functions`` and ``losses``; ``keras_optimizers`` and ``schedules``
+* ``loop``, ``snapshot``
 * ``checkpoint_files``, ``trackables``, ``checkpoint``, ``checkpoint_manager``, each on those before it
 """
 
@@ -15,6 +17,7 @@ from phalanx.data.files.example import (
     Int64List,
 )
 from phalanx.train.accumulate import accumulate_gradients
+from phalanx.train.accuracy_metrics import Accuracy
 from phalanx.train.checkpoint import (
     Checkpoint,
     CheckpointStatus,
@@ -24,7 +27,7 @@ from phalanx.train.checkpoint import (
 from phalanx.train.checkpoint_manager import CheckpointManager, checkpoints_iterator
 from phalanx.train.gradient_communication import GradientCommunication
 from phalanx.train.loop import LoopResults, loop
-from phalanx.train.metrics import Accuracy, Mean, Sum
+from phalanx.train.metrics import Mean, Metric, Sum
 from phalanx.train.optimizer import Optimizer
 from phalanx.train.precision import LossScale, Policy
 from phalanx.train.replica_agreement import broadcast_parameters, repeated_loss
@@ -49,6 +52,7 @@ __all__ = [
     "LoopResults",
     "LossScale",
     "Mean",
+    "Metric",
     "Optimizer",
     "OptimizerSharding",
     "Policy",
