@@ -40,6 +40,7 @@ DATA = [
     "plan",
     "run",
     "ops",
+    "sequence_transformations",
     "transformations",
     "dataset",
     "files",
@@ -146,6 +147,7 @@ def data_imports() -> dict[str, set[str]]:
     found = {name: imported(ast.parse(paths[name].read_text()), name) & names for name in names}
     # Its methods return datasets: it imports the name of their type.
     found["phalanx.data.transformations"].remove("phalanx.data.dataset")
+    found["phalanx.data.sequence_transformations"].remove("phalanx.data.dataset")
     return found
 
 

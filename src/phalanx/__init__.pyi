@@ -16,6 +16,7 @@ from phalanx import (
     partitioners as partitioners,
     random as random,
     rpc as rpc,
+    summary as summary,
     testing as testing,
     train as train,
 )
@@ -41,6 +42,7 @@ from phalanx.core.distributed_variables import (
 )
 from phalanx.core.extended import StrategyExtended as StrategyExtended
 from phalanx.core.indexed_slices import IndexedSlices as IndexedSlices
+from phalanx.core.name_scopes import name_scope as name_scope
 from phalanx.core.options import (
     InputContext as InputContext,
     InputOptions as InputOptions,
@@ -83,5 +85,6 @@ from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy as Multi
 from phalanx.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from phalanx.strategies.tpu import TPUStrategy as TPUStrategy
+from phalanx.train.module import Module as Module
 
 __version__: str
