@@ -70,6 +70,7 @@ from phalanx.errors import PhalanxError as PhalanxError
 from phalanx.execution.function import Function as Function, function as function
 from phalanx.execution.gradients import grad as grad, value_and_grad as value_and_grad
 from phalanx.execution.loops import Range as range
+from phalanx.notebooks import launch as launch
 from phalanx.parallel.context import (
     get_auto_parallel_context as get_auto_parallel_context,
     reset_auto_parallel_context as reset_auto_parallel_context,
@@ -86,5 +87,6 @@ from phalanx.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from phalanx.strategies.tpu import TPUStrategy as TPUStrategy
 from phalanx.train.module import Module as Module
+from phalanx.train.overview import show as show
 
 __version__: str

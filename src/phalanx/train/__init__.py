@@ -26,10 +26,13 @@ from phalanx.train.checkpoint import (
 )
 from phalanx.train.checkpoint_manager import CheckpointManager, checkpoints_iterator
 from phalanx.train.gradient_communication import GradientCommunication
+from phalanx.train.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from phalanx.train.loop import LoopResults, loop
 from phalanx.train.metrics import Mean, Metric, Sum
 from phalanx.train.optimizer import Optimizer
+from phalanx.train.overview import Overview, summary
 from phalanx.train.precision import LossScale, Policy
+from phalanx.train.progress import Progress
 from phalanx.train.replica_agreement import broadcast_parameters, repeated_loss
 from phalanx.train.sharding import OptimizerSharding
 from phalanx.train.snapshot import snapshot
@@ -37,6 +40,7 @@ from phalanx.train.snapshot import snapshot
 __all__ = [
     "Accuracy",
     "BytesList",
+    "CSVLogger",
     "Checkpoint",
     "CheckpointManager",
     "CheckpointStatus",
@@ -48,6 +52,7 @@ __all__ = [
     "FloatList",
     "GradientCommunication",
     "Int64List",
+    "JSONLinesLogger",
     "JobDef",
     "LoopResults",
     "LossScale",
@@ -55,9 +60,12 @@ __all__ = [
     "Metric",
     "Optimizer",
     "OptimizerSharding",
+    "Overview",
     "Policy",
+    "Progress",
     "ServerDef",
     "Sum",
+    "TensorBoardLogger",
     "accumulate_gradients",
     "broadcast_parameters",
     "checkpoints_iterator",
@@ -66,6 +74,7 @@ __all__ = [
     "loop",
     "repeated_loss",
     "snapshot",
+    "summary",
 ]
 
 
