@@ -344,6 +344,8 @@ NAMESAKES = {
     },
     # The public one is a metric; the other an action of the coordinator, which stays in its folder.
     "Recall": {"coordinator/actions.py", "train/confusion_metrics.py"},
+    # The public one is a bar; the other is what the hub knows of each worker.
+    "Progress": {"job/hub/progress.py", "train/progress.py"},
     # Neither leaves its folder.
     "Rows": {"core/elsewhere.py", "data/plan/nodes.py"},
     "Table": {"core/elsewhere.py", "execution/lifetimes.py"},
