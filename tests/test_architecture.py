@@ -41,6 +41,7 @@ DATA = [
     "plan",
     "run",
     "ops",
+    "sequence_transformations",
     "transformations",
     "dataset",
     "files",
@@ -150,6 +151,7 @@ def data_imports() -> dict[str, set[str]]:
     found = {name: imported(ast.parse(paths[name].read_text()), name) & names for name in names}
     # Its methods return datasets: it imports the name of their type.
     found["phalanx.data.transformations"].remove("phalanx.data.dataset")
+    found["phalanx.data.sequence_transformations"].remove("phalanx.data.dataset")
     return found
 
 
@@ -333,6 +335,22 @@ NAMESAKES = {
     "Layout": {"core/values.py", "parallel/device_layout.py"},
     # What the one promises, the other does.
     "Tap": {"core/traced_variables.py", "execution/taps.py"},
+    # Both are public, and have the names that Keras gives them: a loss, and its mean as a metric.
+    **{
+        name: {"train/error_metrics.py", "train/losses.py"}
+        for name in (
+            "BinaryCrossentropy",
+            "CategoricalCrossentropy",
+            "CosineSimilarity",
+            "MeanAbsoluteError",
+            "MeanSquaredError",
+            "SparseCategoricalCrossentropy",
+        )
+    },
+    # The public one is a metric; the other an action of the coordinator, which stays in its folder.
+    "Recall": {"coordinator/actions.py", "train/confusion_metrics.py"},
+    # The public one is a bar; the other is what the hub knows of each worker.
+    "Progress": {"job/hub/progress.py", "train/progress.py"},
 }
 """Classes of one name, and why there may be two."""
 

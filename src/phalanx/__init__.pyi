@@ -9,11 +9,15 @@ from phalanx import (
     experimental as experimental,
     io as io,
     keras as keras,
+    losses as losses,
+    metrics as metrics,
     nn as nn,
+    optimizers as optimizers,
     parallel as parallel,
     partitioners as partitioners,
     random as random,
     rpc as rpc,
+    summary as summary,
     testing as testing,
     train as train,
 )
@@ -39,6 +43,7 @@ from phalanx.core.distributed_variables import (
 )
 from phalanx.core.extended import StrategyExtended as StrategyExtended
 from phalanx.core.indexed_slices import IndexedSlices as IndexedSlices
+from phalanx.core.name_scopes import name_scope as name_scope
 from phalanx.core.options import (
     InputContext as InputContext,
     InputOptions as InputOptions,
@@ -66,6 +71,7 @@ from phalanx.errors import PhalanxError as PhalanxError
 from phalanx.execution.function import Function as Function, function as function
 from phalanx.execution.gradients import grad as grad, value_and_grad as value_and_grad
 from phalanx.execution.loops import Range as range
+from phalanx.notebooks import launch as launch
 from phalanx.parallel.context import (
     get_auto_parallel_context as get_auto_parallel_context,
     reset_auto_parallel_context as reset_auto_parallel_context,
@@ -81,5 +87,7 @@ from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy as Multi
 from phalanx.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from phalanx.strategies.tpu import TPUStrategy as TPUStrategy
+from phalanx.train.module import Module as Module
+from phalanx.train.overview import show as show
 
 __version__: str

@@ -12,8 +12,9 @@ from phalanx.core import context as ctx
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.seeding import next_seed, set_seed
 
-__all__ = ["replica_key"]
+__all__ = ["next_key", "replica_key", "set_seed"]
 
 
 def replica_key(seed: Any) -> jax.Array:
@@ -39,6 +40,28 @@ def replica_key(seed: Any) -> jax.Array:
             "Strategy.run, not in the strategy's scope."
         )
     return jax.random.fold_in(_as_key(seed), jnp.asarray(context.replica_id_in_sync_group))
+
+
+def next_key() -> jax.Array:
+    """A random key, another one with each call; reproducible after `set_seed`.
+
+    Call it outside of compiled functions, which would keep the first one. In replicas give its result
+    to `replica_key`.
+
+    Examples:
+        >>> import jax, phalanx as px
+        >>> px.random.set_seed(3)
+        >>> first = jax.random.normal(px.random.next_key())
+        >>> px.random.set_seed(3)
+        >>> bool(first == jax.random.normal(px.random.next_key()))
+        True
+    """
+    if compat.is_staging():
+        raise ContextError(
+            "A compiled function would keep the key of its first call. Call next_key outside of it, "
+            "and give it the key as an argument."
+        )
+    return jax.random.key(next_seed())
 
 
 def _as_key(seed: Any) -> jax.Array:

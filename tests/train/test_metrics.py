@@ -53,6 +53,77 @@ def test_every_example_counts_once(name: str, compiled: bool) -> None:
     assert float(mean.result()) == 0.0
 
 
+class Above(px.metrics.Metric):
+    """A metric as users write them."""
+
+    def __init__(self, level: float) -> None:
+        super().__init__("above", dtype="int32")
+        self.level = level
+        self.hits = self.add_weight(name="hits", initializer="zeros")
+
+    def update_state(self, values: Any) -> None:
+        self.hits.assign_add(jnp.sum(jnp.asarray(values) > self.level, dtype=jnp.int32))
+
+    def result(self) -> Any:
+        return self.hits.value()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_updates_outside_of_replicas_count_once(name: str, compiled: bool) -> None:
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        mean, above = px.metrics.Mean(), Above(2.0)
+
+    def update(x: Any) -> Any:
+        with strategy.scope():
+            above.update_state(x)
+            return mean(x), above.result()
+
+    go = px.function(update) if compiled else update
+    assert [float(x) for x in go(jnp.float32([1.0, 2.0, 6.0]))] == [3.0, 1.0]
+    assert [float(x) for x in go(jnp.float32([1.0, 2.0, 6.0]))] == [3.0, 2.0]
+    if not compiled:
+        mean.update_state(jnp.float32([12.0]))  # outside of the scope too
+        assert [float(v.numpy()) for v in mean.variables] == [30.0, 7.0]
+    mean.reset_states()
+    each = strategy.run(lambda: px.get_replica_context().replica_id_in_sync_group + 1.0)
+    mean.update_state(each)  # a value per replica counts for each of them
+    n = strategy.num_replicas_in_sync
+    assert [float(v.numpy()) for v in mean.variables] == [n * (n + 1) / 2, n]
+
+
+def test_what_metrics_are_made_of() -> None:
+    mean = px.metrics.Mean(name="loss", dtype="bfloat16")
+    assert (mean.dtype, mean.total.dtype, mean.name) == (jnp.bfloat16, jnp.bfloat16, "loss")
+    assert mean.get_config() == {"name": "loss", "dtype": "bfloat16"}
+    assert px.metrics.Mean.from_config(mean.get_config()).dtype == jnp.bfloat16
+    assert mean.variables == mean.weights
+    assert not mean.trainable_variables
+    assert px.train.Mean is px.metrics.Mean
+    counted = px.metrics.Metric("counted")
+    assert counted.add_weight(shape=(2,), initializer="ones").numpy().tolist() == [1.0, 1.0]
+    assert counted.add_weight((3,), initializer=lambda shape, dtype: jnp.arange(3.0)).shape == (3,)
+    with pytest.raises(NotImplementedError, match="update_state"):
+        counted.update_state(1)
+    with pytest.raises(ValueError, match="initializer"):
+        counted.add_weight("x", initializer="twos")
+    with pytest.raises(TypeError, match="dtype"):
+        px.metrics.Mean(dtype="float33")
+
+
+def test_a_replica_must_not_average_a_loss() -> None:
+    strategy = STRATEGIES["mirrored_2"]()
+    loss = px.losses.MeanSquaredError()
+    with pytest.raises(ValueError, match=r"Reduction\.SUM or NONE"):
+        strategy.run(lambda: loss([[1.0]], [[0.0]]))
+    total = px.losses.MeanSquaredError(reduction="sum")
+    assert (
+        float(strategy.reduce("sum", strategy.run(lambda: total([[1.0]], [[0.0]])), axis=None)) == 2.0
+    )
+    assert float(loss([[1.0], [3.0]], [[0.0], [0.0]])) == 5.0
+
+
 def test_weights_and_mistakes() -> None:
     mean = px.train.Mean()
     mean.update_state([1.0, 3.0], sample_weight=[3.0, 1.0])

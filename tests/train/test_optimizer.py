@@ -191,7 +191,7 @@ def test_mistakes() -> None:
         px.train.Optimizer(optax.sgd(1.0), aggregate="max")
     optimizer = px.train.Optimizer(optax.sgd(1.0))
     with pytest.raises(RuntimeError, match="no state"):
-        _ = optimizer.iterations
+        _ = optimizer.variables
     with s.scope(), pytest.raises(RuntimeError, match=r"Strategy\.run"):
         optimizer.apply_gradients([(1.0, w)])
     with pytest.raises(AssertionError, match="scope"):

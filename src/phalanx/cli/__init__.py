@@ -11,6 +11,7 @@ from phalanx.cli.arguments import positive
 from phalanx.cli.bench import add_bench_parser
 from phalanx.cli.inspect import add_doctor_parser, add_explain_parser
 from phalanx.cli.plan import add_plan_parser
+from phalanx.cli.port import add_port_parser
 from phalanx.cli.run import add_run_parser
 from phalanx.errors import PhalanxError
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_doctor_parser(commands)
     add_bench_parser(commands)
     add_plan_parser(commands)
+    add_port_parser(commands)
     options = parser.parse_args(argv)
     try:
         return int(options.function(options))

@@ -24,6 +24,7 @@ from phalanx.collectives.groups import (
 )
 from phalanx.collectives.handles import Handle, PendingArray
 from phalanx.collectives.reductions import PremulSum, premul_sum
+from phalanx.comm import torch
 from phalanx.comm.conventions import (
     all_gather_into_tensor_uneven,
     all_to_all_single_with_output_shape,
@@ -170,6 +171,7 @@ __all__ = [
     "scatter_tensor_",
     "send",
     "send_object_list",
+    "torch",
 ]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from phalanx.core import context as ctx, traced_variables, transactions
 from phalanx.core.bundles import Holder
 from phalanx.core.indexed_slices import IndexedSlices, checked_slices
+from phalanx.core.name_scopes import in_scope
 from phalanx.core.operators import ArrayOperators, operand_of
 from phalanx.core.options import VariableAggregation, VariableSynchronization, check_kinds
 from phalanx.core.replica_context import MergePoint, meet
@@ -461,6 +462,7 @@ def create_variable(
     name = "Variable" if name is None else name
     if not isinstance(name, str) or not name:
         raise InvalidTypeError(f"name must be a non-empty string or None. Received: {shown(name)}")
+    name = in_scope(name)
     if initial_value is None:
         raise InvalidValueError(
             "A variable needs an initial value, or a function that makes one. "

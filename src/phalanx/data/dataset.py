@@ -14,7 +14,9 @@ from jax import tree_util
 
 from phalanx.core.input_requests import begins_loop
 from phalanx.core.tensor_spec import TensorSpec
+from phalanx.data.ops import saved
 from phalanx.data.ops.merging import Choose, Sample, Zip
+from phalanx.data.ops.sequences import RandomNumbers
 from phalanx.data.plan import argument_checks as checks, sources
 from phalanx.data.plan.elements import DatasetSpec, as_leaf
 from phalanx.data.plan.functions import check_signature
@@ -206,6 +208,51 @@ class Dataset(Transformations):
                 f"output_type must be a numeric dtype. Received: {shown(output_type)}"
             )
         return Dataset(RangeSource((), builtins.range(*numbers), dtype))
+
+    @staticmethod
+    def random(
+        seed: int | None = None,
+        rerandomize_each_iteration: bool | None = None,
+        name: str | None = None,
+    ) -> Dataset:
+        """Random numbers from 0 to 2**32 - 1, without end.
+
+        Args:
+            seed: the same seed gives the same numbers.
+            rerandomize_each_iteration: whether each iteration has numbers of its own.
+            name: ignored.
+
+        Examples:
+            >>> import phalanx as px
+            >>> numbers = px.data.Dataset.random(seed=4).take(3)
+            >>> list(numbers) == list(numbers)
+            True
+        """
+        again = False if rerandomize_each_iteration is None else rerandomize_each_iteration
+        again = checks.boolean(again, "rerandomize_each_iteration")
+        return Dataset(RandomNumbers((), checks.seed(seed), again))
+
+    @staticmethod
+    def load(
+        path: str | os.PathLike[str],
+        element_spec: Any = None,
+        compression: str | None = None,
+        reader_func: Callable[[Dataset], Dataset] | None = None,
+    ) -> Dataset:
+        """The elements that `save` wrote to a directory.
+
+        Args:
+            path: the directory.
+            element_spec: what the elements must be; it need not be given.
+            compression: accepted as in TensorFlow.
+            reader_func: accepted as in TensorFlow.
+        """
+        node = saved.load(path)
+        if element_spec is not None and not saved.same_spec(element_spec, node.saved_spec):
+            raise InvalidValueError(
+                f"The saved elements are others: {node.saved_spec}. Received: {shown(element_spec)}"
+            )
+        return Dataset(node)
 
     @staticmethod
     def list_files(

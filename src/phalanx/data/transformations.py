@@ -18,9 +18,9 @@ from phalanx.data.ops.shuffling import Shuffle
 from phalanx.data.ops.unbatching import Rebatch, Unbatch, Window
 from phalanx.data.plan import argument_checks as checks
 from phalanx.data.plan.dataset_options import Options
-from phalanx.data.plan.elements import LeafBase
 from phalanx.data.plan.functions import check_signature, function_error
 from phalanx.data.plan.nodes import PlanNode
+from phalanx.data.sequence_transformations import SequenceTransformations
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
@@ -30,14 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Transformations(LeafBase):
+class Transformations(SequenceTransformations):
     """The methods of `Dataset` that make something of it. `name` is accepted everywhere and ignored."""
-
-    _node: PlanNode
-
-    @abstractmethod
-    def _with(self, node: PlanNode) -> Dataset:
-        """A dataset with another plan."""
 
     def _deterministic(self, value: bool | None) -> bool | None:
         return None if value is None else checks.boolean(value, "deterministic")

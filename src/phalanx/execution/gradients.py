@@ -109,6 +109,22 @@ def grad(fn: Callable[..., Any], variables: Any, has_aux: bool = False) -> Calla
     return differentiated
 
 
+def with_values(fn: Callable[[], Any], variables: list[Variable], values: list[Any]) -> Any:
+    """What a function returns while its variables hold other values, in this context.
+
+    What it writes to variables is forgotten.
+
+    >>> from phalanx.core.variables import Variable
+    >>> w = Variable(3.0)
+    >>> float(with_values(lambda: w * w, [w], [jnp.float32(5.0)])), float(w)
+    (25.0, 3.0)
+    """
+    held = {v: _as_held(v, x) for v, x in zip(variables, values, strict=True)}
+    substitution = traced_variables.Substitution(held, traced_variables.current(), {})
+    with traced_variables.recording(substitution):
+        return fn()
+
+
 def _as_held(variable: Variable, x: jax.Array) -> Any:
     """What a variable holds while this context's view of it is replaced by `x`."""
     value = variable._value

@@ -125,7 +125,15 @@ def short_name(device: jax.Device) -> str:
 
 
 def local_devices(kind: str | None = None) -> list[jax.Device]:
-    """The local devices of one kind, or of JAX's default backend; starts the backend."""
+    """The visible local devices of one kind, or of the best kind there is; starts the backend."""
+    if kind is not None:
+        return _visible_of(kind, _every_device(kind))
+    found = _every_device()
+    best = device_kind(found[0])
+    return _visible_of(best, found) or local_devices("CPU")
+
+
+def _every_device(kind: str | None = None) -> list[jax.Device]:
     prepare_backend()
     if kind is None:
         return list(jax.local_devices())
@@ -267,10 +275,10 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
         >>> px.config.list_physical_devices("CPU")
         [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
     """
-    kinds = _kinds(device_type)
+    kinds = kinds_of(device_type)
     found: list[PhysicalDevice] = []
     for kind in kinds:
-        count = 1 if kind == "CPU" else len(local_devices(kind))
+        count = 1 if kind == "CPU" else len(_every_device(kind))
         found += [PhysicalDevice(f"/physical_device:{kind}:{i}", kind) for i in range(count)]
     return found
 
@@ -283,12 +291,21 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
         >>> px.config.list_logical_devices("CPU")[0]
         LogicalDevice(name='/device:CPU:0', device_type='CPU')
     """
-    kinds = _kinds(device_type)
+    kinds = kinds_of(device_type)
     return [
         LogicalDevice(f"/device:{kind}:{i}", kind)
         for kind in kinds
         for i in range(len(local_devices(kind)))
     ]
+
+
+VISIBLE: dict[str, tuple[int, ...]] = {}
+"""The numbers of the devices of a kind that may be used, where the user has said so."""
+
+
+def _visible_of(kind: str, devices: list[jax.Device]) -> list[jax.Device]:
+    chosen = VISIBLE.get(kind)
+    return devices if chosen is None else [devices[i] for i in chosen if i < len(devices)]
 
 
 def set_logical_device_configuration(
@@ -414,7 +431,8 @@ def compute_in_calling_threads() -> None:
             jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def _kinds(device_type: Any) -> list[str]:
+def kinds_of(device_type: Any) -> list[str]:
+    """The kind of device that is meant, or all of them."""
     every = device_type is None or (isinstance(device_type, str) and not device_type)
     return list(_KIND_TO_PLATFORM) if every else [_checked_kind(device_type)]
 

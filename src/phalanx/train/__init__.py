@@ -1,7 +1,9 @@
 """`px.train`: optimizers, metrics, loops and precision for training.
 
 * ``optimizer``, with ``precision`` and ``server_updates`` (on parameter servers); ``accumulate``
-* ``metrics``, ``loop``, ``snapshot``
+* ``metrics``, with ``accuracy_metrics``, ``confusion_metrics`` and ``error_metrics``
+* ``loss_functions`` and ``losses``; ``keras_optimizers`` and ``schedules``
+* ``loop``, ``snapshot``
 * ``checkpoint_files``, ``trackables``, ``checkpoint_contents``, ``orbax_files``, ``checkpoint_saving``,
   ``checkpoint``, ``checkpoint_manager``, ``preemption``, each on those before it; ``weights``
 """
@@ -16,6 +18,7 @@ from phalanx.data.files.example import (
     Int64List,
 )
 from phalanx.train.accumulate import accumulate_gradients
+from phalanx.train.accuracy_metrics import Accuracy
 from phalanx.train.checkpoint import Checkpoint
 from phalanx.train.checkpoint_convert import convert_checkpoint
 from phalanx.train.checkpoint_manager import CheckpointManager, checkpoints_iterator
@@ -29,10 +32,13 @@ from phalanx.train.checkpoint_reader import (
 from phalanx.train.checkpoint_state import latest_checkpoint
 from phalanx.train.checkpoint_status import CheckpointStatus
 from phalanx.train.gradient_communication import GradientCommunication
+from phalanx.train.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from phalanx.train.loop import LoopResults, loop
-from phalanx.train.metrics import Accuracy, Mean, Sum
+from phalanx.train.metrics import Mean, Metric, Sum
 from phalanx.train.optimizer import Optimizer
+from phalanx.train.overview import Overview, summary
 from phalanx.train.precision import LossScale, Policy
+from phalanx.train.progress import Progress
 from phalanx.train.replica_agreement import broadcast_parameters, repeated_loss
 from phalanx.train.sharding import OptimizerSharding
 from phalanx.train.snapshot import snapshot
@@ -41,6 +47,7 @@ from phalanx.train.weights import export_weights, load_weights
 __all__ = [
     "Accuracy",
     "BytesList",
+    "CSVLogger",
     "Checkpoint",
     "CheckpointManager",
     "CheckpointOptions",
@@ -54,15 +61,20 @@ __all__ = [
     "FloatList",
     "GradientCommunication",
     "Int64List",
+    "JSONLinesLogger",
     "JobDef",
     "LoopResults",
     "LossScale",
     "Mean",
+    "Metric",
     "Optimizer",
     "OptimizerSharding",
+    "Overview",
     "Policy",
+    "Progress",
     "ServerDef",
     "Sum",
+    "TensorBoardLogger",
     "accumulate_gradients",
     "broadcast_parameters",
     "checkpoints_iterator",
@@ -76,6 +88,7 @@ __all__ = [
     "loop",
     "repeated_loss",
     "snapshot",
+    "summary",
 ]
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from phalanx.core import context as ctx, transactions
-from phalanx.core.options import VariableAggregation
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import MergePoint, ReplicaContext, is_compiled, meet
-from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.strategy import Strategy
-from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
 from phalanx.errors import (
     ContextError,
@@ -25,12 +22,22 @@ from phalanx.errors import (
     NoReplicaContextError,
     UnsupportedError,
 )
-from phalanx.execution.gradients import value_and_grad
+from phalanx.execution.gradients import value_and_grad, with_values
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.train.accumulate import accumulated
 from phalanx.train.gradient_communication import GradientCommunication, dense
-from phalanx.train.optimizer_arguments import checked_pairs, checked_variables
+from phalanx.train.optimizer_arguments import (
+    check_extra,
+    check_known,
+    check_place,
+    checked_pairs,
+    checked_variables,
+    raise_missing,
+)
+from phalanx.train.optimizer_counting import CountingOptimizer
+from phalanx.train.optimizer_state import asks_for_more, present_value, slot_name, with_rate
+from phalanx.train.optimizer_updates import Updates
 from phalanx.train.precision import LossScale
 from phalanx.train.server_updates import ServerUpdates
 from phalanx.train.sharded_optimizer import ShardedUpdates, check_slices
@@ -39,7 +46,15 @@ from phalanx.train.sharding import OptimizerSharding, as_sharding
 _AGGREGATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN, None: None}
 
 
-class Optimizer:
+class _Extra(NamedTuple):
+    """What a transformation is told besides gradients: arrays, how they lie, and functions."""
+
+    arrays: list[Any]
+    form: Any
+    functions: dict[str, Any]
+
+
+class Optimizer(CountingOptimizer):
     """Applies gradients to variables with an optax transformation.
 
     It combines the gradients of all replicas once, then makes one update, the same on every copy. The
@@ -102,28 +117,14 @@ class Optimizer:
         self.communication = communication or GradientCommunication()
         self._op = _AGGREGATIONS[aggregate]
         self._variables: list[Variable] = []
-        self._state: Any = None
-        self._iterations: Variable | None = None
-        self._compile()
-        self._servers: ServerUpdates | None = None
+        self._updates = Updates(transform, loss_scale)
         self._slices: ShardedUpdates | None = None
         strategy = ctx.get_strategy()
         if isinstance(strategy, ParameterServerStrategy):
             self._build_on_servers(strategy)
 
-    def _compile(self) -> None:
-        self._update = jax.jit(self._update_values)
-        self._update_scaled = jax.jit(self._update_scaled_values)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_update", "_update_scaled")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._compile()
-
     def __repr__(self) -> str:
-        of = f"of {len(self._variables)} variables" if self._iterations is not None else "without state"
+        of = f"of {len(self._variables)} variables" if self._is_built else "without state"
         if self._servers is not None:
             of = "on parameter servers"
         return f"<px.train.Optimizer {of}>"
@@ -131,21 +132,16 @@ class Optimizer:
     # -- state -----------------------------------------------------------------------------------
 
     @property
-    def iterations(self) -> Variable:
-        """How many updates have been made, as an integer variable."""
-        if self._iterations is None:
-            raise ContextError(
-                "The optimizer has no state yet. It is made by the first apply_gradients, or by "
-                "optimizer.build(variables)."
-            )
-        return self._iterations
-
-    @property
     def variables(self) -> list[Variable]:
         """The optimizer's own variables: the number of updates, then the transformation's state.
 
         Parameter servers keep that state themselves, beside the variables.
         """
+        if not self._is_built:
+            raise ContextError(
+                "The optimizer has no state yet. It is made by the first apply_gradients, or by "
+                "optimizer.build(variables)."
+            )
         return [self.iterations, *(v for v in jax.tree.leaves(self._state) if isinstance(v, Variable))]
 
     @property
@@ -159,7 +155,7 @@ class Optimizer:
     def build(self, variables: Sequence[Variable]) -> None:
         """Make the state for a list of variables, under the strategy that made them."""
         listed = checked_variables(variables)
-        if self._iterations is not None:
+        if self._is_built:
             return
         strategy = listed[0].distribute_strategy or ctx.default_mode().strategy
         if isinstance(strategy, ParameterServerStrategy):
@@ -167,20 +163,15 @@ class Optimizer:
             return
         mode = ctx.default_mode() if strategy is ctx.default_mode().strategy else ctx.Mode(strategy)
         with ctx.push(mode), jax.ensure_compile_time_eval():
-            values = [jnp.asarray(_present_value(v)) for v in listed]
-            state = self.transform.init(values)
+            values = [jnp.asarray(present_value(v)) for v in listed]
+            state = with_rate(self.transform.init(values), self._rate)
             named = jax.tree_util.tree_map_with_path(
-                functools.partial(_slot_name, [v.name for v in listed]), state
+                functools.partial(slot_name, [v.name for v in listed]), state
             )
             self._state = jax.tree.map(
                 lambda x, name: Variable(x, trainable=False, name=name), state, named
             )
-            self._iterations = Variable(
-                jnp.int32(0),
-                trainable=False,
-                name="iterations",
-                aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
-            )
+            self._count(strategy)
             if self.loss_scale is not None:
                 self.loss_scale.build()
             if self.shard is None:
@@ -190,6 +181,7 @@ class Optimizer:
                     self.shard, strategy, listed, self._state, self.communication
                 )
         self._variables = listed
+        self._is_built = True
 
     def _build_on_servers(self, strategy: ParameterServerStrategy) -> None:
         if self.loss_scale is not None:
@@ -204,10 +196,21 @@ class Optimizer:
             )
         self._servers = ServerUpdates(self.transform, strategy)
         self._iterations = self._servers.iterations
+        self._is_built = True
+
+    @functools.cached_property
+    def _asks_for_more(self) -> bool:
+        return asks_for_more(self.transform)
 
     # -- the usual way: variables --------------------------------------------------------------------
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        name: str | None = None,
+        experimental_aggregate_gradients: bool = True,
+        **extra_args: Any,
+    ) -> None:
         """Combine gradients over replicas and update variables once.
 
         Call it in replica context, on every replica. Pairs whose gradient is None are skipped.
@@ -215,7 +218,17 @@ class Optimizer:
         Args:
             grads_and_vars: pairs of a gradient and its variable, as from ``zip``. Gradients may be
                 `px.IndexedSlices`.
+            name: accepted for ported code.
+            experimental_aggregate_gradients: False if the gradients have been combined already, and
+                are the same on all replicas. The older name ``skip_gradients_aggregation=True`` says
+                the same.
+            **extra_args: what else the transformation asks for, as ``value=loss`` for
+                `optax.contrib.reduce_on_plateau`. Arrays are combined over replicas as gradients are.
         """
+        combine = experimental_aggregate_gradients and not extra_args.pop(
+            "skip_gradients_aggregation", False
+        )
+        op = self._op if combine else None
         pairs = [(g, v) for g, v in checked_pairs(grads_and_vars) if g is not None]
         if not pairs:
             raise InvalidValueError("There is no gradient: all of them are None. Received: no pairs")
@@ -228,31 +241,50 @@ class Optimizer:
             )
         gradients = tuple(g for g, _ in pairs)
         if isinstance(variables[0].distribute_strategy, ParameterServerStrategy):
-            self._push(context, variables[0].distribute_strategy, variables, gradients)
+            if extra_args:
+                raise UnsupportedError(
+                    "Parameter servers apply a transformation to a variable with its gradient alone. "
+                    f"Received: {', '.join(extra_args)}"
+                )
+            self._push(context, variables[0].distribute_strategy, variables, gradients, op)
             return
         self._prepare(context, variables)
-        self._meet_to_apply(context, variables, gradients)
+        if self._asks_for_more and not extra_args:
+            raise_missing(self.transform)
+        check_extra(extra_args, context.num_replicas_in_sync, self._slices is not None)
+        self._meet_to_apply(context, variables, gradients, op, extra_args)
 
     def _prepare(self, context: ReplicaContext, variables: list[Variable]) -> None:
         """Check variables, and make the state if there is none yet."""
         strategy = context.strategy
-        self._check_place(strategy, variables)
+        check_place(strategy, variables)
         for v in variables:
             strategy.extended._require_own(v, "apply_gradients")
-        if self._iterations is None:
+        if not self._is_built:
             meet(
                 context,
                 MergePoint("creation of optimizer state", lambda _: self.build(variables), (), {}),
             )
-        self._check_known(variables)
+        check_known(self._variables, variables)
 
     def _meet_to_apply(
-        self, context: ReplicaContext, variables: list[Variable], gradients: tuple[Any, ...]
+        self,
+        context: ReplicaContext,
+        variables: list[Variable],
+        gradients: tuple[Any, ...],
+        op: ReduceOp | None,
+        extra: dict[str, Any],
     ) -> None:
-        def apply(strategy: Strategy, *gradients: Any) -> None:
-            transactions.atomically(self._apply, strategy, variables, gradients)
+        functions = {name: x for name, x in extra.items() if callable(x)}
+        arrays, form = jax.tree.flatten({k: x for k, x in extra.items() if k not in functions})
+        count = len(gradients)
 
-        meet(context, MergePoint(_described(variables), apply, gradients, {}))
+        def apply(strategy: Strategy, *given: Any) -> None:
+            more = _Extra(list(given[count:]), form, functions)
+            transactions.atomically(self._apply, strategy, variables, given[:count], op, more)
+
+        given = (*gradients, *map(jnp.asarray, arrays))
+        meet(context, MergePoint(_described(variables), apply, given, {}))
 
     def _push(
         self,
@@ -260,6 +292,7 @@ class Optimizer:
         strategy: ParameterServerStrategy,
         variables: list[Variable],
         gradients: Any,
+        op: ReduceOp | None,
     ) -> None:
         """Send gradients to parameter servers, which apply them."""
         for v in variables:
@@ -279,9 +312,9 @@ class Optimizer:
 
         def apply(strategy: Strategy, *gradients: Any) -> None:
             device = strategy.extended.worker_devices[0]
-            if self._op is not None:
+            if op is not None:
                 pairs = [(g, device) for g in gradients]
-                gradients = tuple(strategy.extended.batch_reduce_to(self._op, pairs))
+                gradients = tuple(strategy.extended.batch_reduce_to(op, pairs))
             servers.apply(variables, gradients)
 
         meet(context, MergePoint(_described(variables), apply, gradients, {}))
@@ -294,10 +327,29 @@ class Optimizer:
                 "already cannot be differentiated: optimizer.minimize(lambda: loss_of(x), variables). "
                 f"Received: {shown(loss)}"
             )
-        value, gradients = value_and_grad(lambda: self.scale_loss(loss()), list(variables))()
+        listed = list(variables)
+        value, gradients = value_and_grad(lambda: self.scale_loss(loss()), listed)()
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        self.apply_gradients(zip(gradients, variables, strict=True))
+        extra: dict[str, Any] = {}
+        if self._asks_for_more:
+            extra = self._told_of(
+                lambda: self.scale_loss(loss()) / scale, listed, value / scale, gradients
+            )
+        self.apply_gradients(zip(gradients, listed, strict=True), **extra)
         return value / scale
+
+    def _told_of(
+        self, loss: Callable[[], Any], variables: list[Variable], value: Any, gradients: Any
+    ) -> dict[str, Any]:
+        """What a transformation may ask for besides gradients."""
+        context = ctx.get_replica_context()
+        if context is None or context.num_replicas_in_sync > 1:
+            return {"value": value}
+
+        def value_fn(values: list[Any]) -> Any:
+            return with_values(loss, variables, values)
+
+        return {"value": value, "grad": gradients, "value_fn": value_fn}
 
     def minimize_in_pieces(
         self,
@@ -340,44 +392,60 @@ class Optimizer:
         else:
             each = functools.partial(slices.local_sums, self._op, listed)
             value, gradients = accumulated(scaled, batch, micro_batches, each)
-            self._meet_to_apply(context, listed, tuple(slices.as_slices(listed, gradients)))
+            given = tuple(slices.as_slices(listed, gradients))
+            self._meet_to_apply(context, listed, given, self._op, {})
         return value / scale
 
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the loss scale; `apply_gradients` divides it out again."""
         return loss if self.loss_scale is None else loss * self.loss_scale.value
 
-    def _apply(self, strategy: Strategy, variables: list[Variable], gradients: Sequence[Any]) -> None:
+    def _apply(
+        self,
+        strategy: Strategy,
+        variables: list[Variable],
+        gradients: Sequence[Any],
+        op: ReduceOp | None,
+        extra: _Extra,
+    ) -> None:
         """The update, in cross-replica context."""
         self.communication.tell_norms(strategy, gradients, variables)
         if self._slices is not None:
             given = dict(zip(map(id, variables), gradients, strict=True))
             more = [] if self.loss_scale is None else self.loss_scale.variables
-            update = self._update if self.loss_scale is None else self._update_scaled
-            self._slices.apply(strategy, self._op, given, update, more)
+            update = self._updates.whole if self.loss_scale is None else self._updates.scaled
+            self._slices.apply(strategy, op, given, update, more)
         else:
-            self._apply_whole(strategy, variables, gradients)
+            self._apply_whole(strategy, variables, gradients, op, extra)
         self.iterations.assign_add(1)
         if self.loss_scale is not None:
             self.loss_scale.watch()
 
     def _apply_whole(
-        self, strategy: Strategy, variables: list[Variable], gradients: Sequence[Any]
+        self,
+        strategy: Strategy,
+        variables: list[Variable],
+        gradients: Sequence[Any],
+        op: ReduceOp | None,
+        extra: _Extra,
     ) -> None:
         """Every replica makes the whole update."""
-        if self._op is not None:
-            pairs = list(zip(gradients, variables, strict=True))
-            gradients = self.communication.combined(strategy, self._op, pairs)
-        by_variable = dict(zip(map(id, variables), gradients, strict=True))
         lead = variables[0]
+        if op is not None:
+            pairs = list(zip(gradients, variables, strict=True))
+            gradients = self.communication.combined(strategy, op, pairs)
+            if extra.arrays:
+                known = [(x, lead) for x in extra.arrays]
+                extra = extra._replace(arrays=list(strategy.extended.batch_reduce_to(op, known)))
+        by_variable = dict(zip(map(id, variables), gradients, strict=True))
 
         def on_copy(_: Variable, *mine: Any) -> None:
-            given = dict(zip(by_variable, mine, strict=True))
-            self._update_copy(given)
+            given = dict(zip(by_variable, mine, strict=False))
+            self._update_copy(given, extra._replace(arrays=list(mine[len(given) :])))
 
-        strategy.extended.update(lead, on_copy, args=tuple(by_variable.values()))
+        strategy.extended.update(lead, on_copy, args=(*by_variable.values(), *extra.arrays))
 
-    def _update_copy(self, given: dict[int, Any]) -> None:
+    def _update_copy(self, given: dict[int, Any], extra: _Extra) -> None:
         """Update the copies of one device."""
         params = [v.value() for v in self._variables]
         grads = [
@@ -385,11 +453,17 @@ class Optimizer:
             for v, p in zip(self._variables, params, strict=True)
         ]
         state = jax.tree.map(lambda v: v.value() if isinstance(v, Variable) else v, self._state)
+        update: Any = self._updates.whole
+        scaled: Any = self._updates.scaled
+        more = jax.tree.unflatten(extra.form, extra.arrays)
+        if extra.functions:  # which have arrays of this step in them, so no program can be kept
+            update = functools.partial(self._updates.values, functions=extra.functions)
+            scaled = functools.partial(self._updates.scaled_values, functions=extra.functions)
         if self.loss_scale is None:
-            new_params, new_state = self._update(grads, state, params)
+            new_params, new_state = update(grads, state, params, more)
         else:
             scaling = [v.value() for v in self.loss_scale.variables]
-            new_params, new_state, scaling = self._update_scaled(grads, state, params, scaling)
+            new_params, new_state, scaling = scaled(grads, state, params, scaling, more)
             for variable, x in zip(self.loss_scale.variables, scaling, strict=True):
                 variable.assign(x)
         for v, p in zip(self._variables, new_params, strict=True):
@@ -398,45 +472,6 @@ class Optimizer:
         slots, values = jax.tree.leaves(self._state), jax.tree.leaves(new_state)
         for slot, value in zip(slots, values, strict=True):
             slot.assign(value)
-
-    def _update_values(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        updates, new_state = self.transform.update(grads, state, params)
-        return optax.apply_updates(params, updates), new_state
-
-    def _update_scaled_values(
-        self, grads: Any, state: Any, params: Any, scaling: Any
-    ) -> tuple[Any, Any, Any]:
-        """Divide out the loss scale; a step with gradients that are not finite changes nothing."""
-        assert self.loss_scale is not None
-        scale, good_steps = scaling
-        # In float16 a scale of 65536 is infinite, and would make every gradient zero.
-        grads = [(g / scale).astype(g.dtype) for g in grads]
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in grads]))
-        safe = [jnp.where(finite, g, jnp.zeros_like(g)) for g in grads]
-        new = self._update_values(safe, state, params)
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
-        return (*kept, self.loss_scale.next_state(scale, good_steps, finite))
-
-    @staticmethod
-    def _check_place(here: Strategy, variables: list[Variable]) -> None:
-        """Refuse to work outside of the replicas of the variables' strategy."""
-        owner = variables[0].distribute_strategy
-        if owner is not None and owner is not here and here is ctx.default_mode().strategy:
-            raise ContextError(
-                "apply_gradients updates the variables of a strategy from its replicas; call it in the "
-                f"function that is given to strategy.run. Received: variables of {owner!r}, outside of "
-                "its run"
-            )
-
-    def _check_known(self, variables: list[Variable]) -> None:
-        known = {id(v) for v in self._variables}
-        strangers = [v.name for v in variables if id(v) not in known]
-        if strangers:
-            raise InvalidValueError(
-                "The optimizer's state was made for other variables. Call "
-                "optimizer.build(all_variables) before the first step, or make another optimizer. "
-                f"Received: {strangers}"
-            )
 
     # -- the pure way: pytrees -------------------------------------------------------------------------
 
@@ -461,25 +496,3 @@ class Optimizer:
 def _described(variables: list[Variable]) -> str:
     names = ", ".join(v.name for v in variables[:3])
     return f"apply_gradients of {len(variables)} variables ({names})"
-
-
-def _present_value(variable: Variable) -> jax.Array:
-    """What a variable really holds, also while a program is being traced."""
-    held = variable._value
-    if isinstance(variable, SlicedVariable):  # by another optimizer
-        return variable.whole_of(held)
-    return held.values[0] if isinstance(held, DistributedValues) else held
-
-
-def _slot_name(names: Sequence[str], path: tuple[Any, ...], x: Any) -> str:
-    """What a part of the state is called: after its variable, and after its role in optax's state.
-
-    >>> field, index = jax.tree_util.GetAttrKey("mu"), jax.tree_util.SequenceKey(1)
-    >>> _slot_name(["w:0", "b:0"], (field, index), None), _slot_name(["w:0"], (field,), None)
-    ('b/mu', 'optimizer/mu')
-    """
-    roles = [str(key.name) for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-    last = path[-1] if path else None
-    belongs = isinstance(last, jax.tree_util.SequenceKey) and last.idx < len(names)
-    owner = names[last.idx].removesuffix(":0") if belongs else "optimizer"  # type: ignore[union-attr]
-    return f"{owner}/{roles[-1] if roles else 'slot'}"

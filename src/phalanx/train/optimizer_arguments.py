@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 
+from phalanx.core import context as ctx
 from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.strategy import Strategy
 from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
-from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError, UnsupportedError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["checked_pairs", "checked_variables"]
+__all__ = [
+    "check_extra",
+    "check_known",
+    "check_place",
+    "checked_pairs",
+    "checked_variables",
+    "raise_missing",
+]
 
 
 def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
@@ -50,3 +59,51 @@ def checked_variables(variables: Sequence[Any]) -> list[Variable]:
     if len({id(v) for v in listed}) != len(listed):
         raise InvalidValueError(f"A variable occurs twice. Received: {[v.name for v in listed]}")
     return listed
+
+
+def raise_missing(transform: Any) -> NoReturn:
+    """A transformation asks for more than gradients, and was given nothing."""
+    raise InvalidTypeError(
+        "The transformation asks for more than gradients, such as the loss. Call optimizer.minimize, "
+        f"or give it: apply_gradients(pairs, value=loss). Received: {shown(transform)}"
+    )
+
+
+def check_extra(extra: dict[str, Any], replicas: int, is_divided: bool) -> None:
+    """Refuse extra arguments that an optimizer cannot pass on."""
+    if extra and is_divided:
+        raise UnsupportedError(
+            "An optimizer that is divided over replicas takes no more than gradients. Leave out "
+            f"shard=…. Received: {', '.join(extra)}"
+        )
+    functions = [name for name, x in extra.items() if callable(x)]
+    if functions and replicas > 1:
+        raise UnsupportedError(
+            "A line search computes the loss again and again during the update, and a replica knows "
+            "only its part of the batch. Use a transformation without one, such as "
+            "optax.lbfgs(learning_rate, linesearch=None), or a single replica. "
+            f"Received: {', '.join(functions)} on {replicas} replicas"
+        )
+
+
+def check_place(here: Strategy, variables: list[Variable]) -> None:
+    """Refuse to work outside of the replicas of the variables' strategy."""
+    owner = variables[0].distribute_strategy
+    if owner is not None and owner is not here and here is ctx.default_mode().strategy:
+        raise ContextError(
+            "apply_gradients updates the variables of a strategy from its replicas; call it in the "
+            f"function that is given to strategy.run. Received: variables of {owner!r}, outside of "
+            "its run"
+        )
+
+
+def check_known(known: Sequence[Variable], variables: Sequence[Variable]) -> None:
+    """Refuse variables that the optimizer has no state for."""
+    ids = {id(v) for v in known}
+    strangers = [v.name for v in variables if id(v) not in ids]
+    if strangers:
+        raise InvalidValueError(
+            "The optimizer's state was made for other variables. Call "
+            "optimizer.build(all_variables) before the first step, or make another optimizer. "
+            f"Received: {strangers}"
+        )

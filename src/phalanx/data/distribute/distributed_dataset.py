@@ -315,6 +315,12 @@ class DistributedIterator(ElementIterator):
 
     # -- position --------------------------------------------------------------------------------
 
+    def initialize(self) -> None:
+        """Start again with the next iteration of the dataset, as the iterators of TensorFlow 1 do."""
+        before = self._iteration
+        self._iteration = _DistributedIteration(self._dataset, self._dataset._epochs.start())
+        before.close()
+
     def state(self) -> dict[str, int]:
         """The position, as a small dictionary that can be written as JSON.
 

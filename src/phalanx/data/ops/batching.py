@@ -214,6 +214,12 @@ class PaddedBatch(Batch):
         return BatchCursor(input_, self.batch_size, self.drop_remainder, _Pad(self))
 
 
+def padded_columns(node: PaddedBatch, chunk: Chunk) -> Chunk:
+    """One batch of elements, filled up to a common shape."""
+    pad = _Pad(node)
+    return Chunk([stack([pad(i, column)]) for i, column in enumerate(chunk.columns)], 1)
+
+
 class _Pad:
     """Pads the leaves of batches."""
 

@@ -194,7 +194,7 @@ class _FilterCursor(Cursor):
         kept = []
         for i, leaves in enumerate(zip(*chunk.columns, strict=True)):
             try:
-                if _truth(self._call(leaves)):
+                if truth(self._call(leaves), "filter"):
                     kept.append(i)
             except Exception as error:  # noqa: BLE001 - raised after what came before
                 self._failure = function_error("filter", f"element {self._index + i}", error)
@@ -202,12 +202,13 @@ class _FilterCursor(Cursor):
         return kept
 
 
-def _truth(answer: Any) -> bool:
+def truth(answer: Any, what: str) -> bool:
+    """The bool that a function returned."""
     if isinstance(answer, bool | np.bool_):
         return bool(answer)
     if np.shape(answer) != () or np.asarray(answer).dtype != np.bool_:
         raise InvalidTypeError(
-            f"The function given to filter must return a bool. Received: {shown(answer)}"
+            f"The function given to {what} must return a bool. Received: {shown(answer)}"
         )
     return bool(answer)
 

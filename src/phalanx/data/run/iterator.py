@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import secrets
 import threading
 import weakref
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from phalanx.errors import DataLossError, InvalidValueError, OutOfRangeError
 from phalanx.runtime import host_memory
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import uninterrupted
+from phalanx.runtime.seeding import next_seed
 
 
 class Epochs:
@@ -36,7 +36,7 @@ class Epochs:
         """The position at which the next iteration starts."""
         with self._lock:
             if self._seed is None:
-                self._seed = secrets.randbits(63)
+                self._seed = next_seed()
             epoch, self._next = self._next, self._next + 1
             return {"epoch": epoch, "index": 0, "seed": self._seed}
 
@@ -279,6 +279,10 @@ class Iterator(ElementIterator):
     def get_next(self) -> Any:
         """The next element; a `px.errors.OutOfRangeError` at the end."""
         return self._get_next()
+
+    def initialize(self) -> None:
+        """Start again with the next iteration of the dataset, as the iterators of TensorFlow 1 do."""
+        self.restore(self._epochs.start())
 
     def state(self) -> dict[str, int]:
         """The position, as a small dictionary that can be written as JSON.

@@ -1,0 +1,78 @@
+"""``phalanx port``: rewrite a tf.distribute program, beside the old one."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from phalanx.cli.porting_names import table
+from phalanx.errors import InvalidValueError, NotFoundError, UnavailableError
+
+__all__ = ["add_port_parser"]
+
+_DESCRIPTION = """\
+Rewrite a program for tf.distribute: imports, names, gradient tapes. What cannot be rewritten keeps its
+name and gets a comment, `# PORT:`, with the reason. No file is ever overwritten.
+"""
+
+
+def add_port_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``phalanx port`` to the command line."""
+    parser = commands.add_parser(
+        "port", help="rewrite a tf.distribute program", description=_DESCRIPTION, allow_abbrev=False
+    )
+    parser.add_argument("script", nargs="?", help="the program")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-o", "--output", metavar="FILE", help="where to write (default: NAME_px.py)")
+    where.add_argument(
+        "--in-place", action="store_true", help="write to the program itself, and keep NAME.py.orig"
+    )
+    parser.add_argument("--table", action="store_true", help="print all names that are known, and end")
+    parser.set_defaults(function=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.table:
+        print(table(), end="")
+        return 0
+    if options.script is None:
+        raise InvalidValueError("phalanx port needs a program. Received: none")
+    try:
+        from phalanx.cli.porting import port
+    except ImportError as error:
+        raise UnavailableError(
+            f"phalanx port needs libcst: pip install 'phalanx[port]'. Received: {error}"
+        ) from error
+    import libcst
+
+    source = Path(options.script)
+    if not source.is_file():
+        raise NotFoundError(f"There is no such file. Received: {str(source)!r}")
+    try:
+        done = port(source.read_text())
+    except libcst.ParserSyntaxError as error:
+        raise InvalidValueError(f"{source} is no Python program: {error}") from error
+    if options.in_place:
+        backup = source.with_name(source.name + ".orig")
+        _refuse_existing(backup)
+        shutil.copy2(source, backup)
+        source.write_text(done.text)
+        target = source
+    else:
+        target = Path(options.output or source.with_name(f"{source.stem}_px{source.suffix}"))
+        _refuse_existing(target)
+        target.write_text(done.text)
+    print(f"{target}: {done.renamed} names and {done.tapes} gradient tapes rewritten", file=sys.stderr)
+    for mark in done.marks:
+        print(f"  look at {mark}", file=sys.stderr)
+    return 0
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise InvalidValueError(
+            "phalanx port overwrites no file; remove it, or name another with -o. "
+            f"Received: {str(path)!r}"
+        )

@@ -1,0 +1,59 @@
+"""The global seed: where random choices that name no seed come from."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import Any
+
+import numpy as np
+
+from phalanx.errors import InvalidTypeError
+from phalanx.runtime.formatting import shown
+
+__all__ = ["next_seed", "set_seed"]
+
+
+class _Global:
+    """The seed, and how many were drawn from it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.seed: int | None = None
+        self.count = 0
+
+
+_global = _Global()
+
+
+def set_seed(seed: int | None) -> None:
+    """Make everything random that names no seed reproducible: shuffles, and `px.random.next_key`.
+
+    Programs that ask for random things in the same order get the same ones; so do the workers of a job.
+
+    Args:
+        seed: an integer; None goes back to other numbers in every run.
+
+    Examples:
+        >>> import phalanx as px
+        >>> def shuffled():
+        ...     px.random.set_seed(1)
+        ...     return [int(x) for x in px.data.Dataset.range(5).shuffle(5)]
+        >>> shuffled() == shuffled()
+        True
+        >>> px.random.set_seed(None)
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer)):
+        raise InvalidTypeError(f"seed must be an integer or None. Received: {shown(seed)}")
+    with _global.lock:
+        _global.seed, _global.count = None if seed is None else int(seed), 0
+
+
+def next_seed() -> int:
+    """The next seed for something random: from the global seed, else from the operating system."""
+    with _global.lock:
+        if _global.seed is None:
+            return secrets.randbits(63)
+        _global.count += 1
+        words: list[Any] = [_global.seed % 2**64, _global.count]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,140 @@
+"""Tables and pictures of variables and arrays: what they are, and where they live."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from phalanx.core.strategy import Strategy
+from phalanx.core.values import DistributedValues
+from phalanx.core.variables import Variable
+from phalanx.errors import InvalidTypeError
+from phalanx.runtime.devices import short_name
+from phalanx.runtime.formatting import array_text, shown
+
+__all__ = ["Overview", "show", "summary"]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Rows of a table, which prints as text, and as HTML in notebooks."""
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    footer: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.heads, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.heads))]
+        texts = [
+            "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        return "\n".join(
+            [texts[0], "  ".join("-" * w for w in widths), *texts[1:], self.footer]
+        ).rstrip()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def row(cells: Iterable[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        body = "".join(row(cells, "td") for cells in self.rows)
+        return f"<table>{row(self.heads, 'th')}{body}</table><p>{html.escape(self.footer)}</p>"
+
+
+def summary(strategy: Strategy, variables: Any) -> Overview:
+    """A table of variables: name, shape, dtype, where they live, and bytes on each device.
+
+    Args:
+        strategy: the strategy that made them.
+        variables: a nest of variables, or something that has `variables`.
+
+    Examples:
+        >>> import jax.numpy as jnp, phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> with strategy.scope():
+        ...     w = px.Variable(jnp.zeros((2, 3)), name="w")
+        >>> px.train.summary(strategy, [w])
+        name  shape   dtype    lives on      bytes
+        ----  ------  -------  ------------  -----
+        w:0   [2, 3]  float32  CPU:0, CPU:1  24
+        1 variables, 6 numbers, 48 bytes in 2 replicas
+    """
+    listed = (
+        list(variables.variables) if hasattr(variables, "variables") else jax.tree.leaves(variables)
+    )
+    if not all(isinstance(v, Variable) for v in listed):
+        raise InvalidTypeError(f"summary needs variables. Received: {shown(variables)}")
+    rows, numbers, total = [], 0, 0
+    for v in listed:
+        count = int(np.prod(v.shape, dtype=np.int64))
+        size = count * np.dtype(v.dtype).itemsize
+        places = _places(v)
+        numbers, total = numbers + count, total + size * max(len(places), 1)
+        where = ", ".join(places) or "parameter servers"
+        rows.append((v.name, str(list(v.shape)), np.dtype(v.dtype).name, where, str(size)))
+    footer = (
+        f"{len(listed)} variables, {numbers} numbers, {total} bytes in "
+        f"{strategy.num_replicas_in_sync} replicas"
+    )
+    return Overview(("name", "shape", "dtype", "lives on", "bytes"), tuple(rows), footer)
+
+
+def _places(variable: Variable) -> list[str]:
+    if variable.home is not None:
+        return []
+    held = getattr(variable, "values", None) or [variable]
+    found: dict[str, None] = {}
+    for copy in held:
+        found |= dict.fromkeys(
+            short_name(d) for d in sorted(copy.value().devices(), key=lambda d: d.id)
+        )
+    return list(found)
+
+
+def show(value: Any) -> Overview:
+    """A picture of where the parts of a value are: a row per device, with the slice it holds.
+
+    Args:
+        value: an array, a variable, or a distributed value.
+
+    Examples:
+        >>> import jax.numpy as jnp, phalanx as px
+        >>> strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> px.show(strategy.run(lambda: jnp.ones(3)))
+        device  part       array
+        ------  ---------  ----------
+        CPU:0   replica 0  float32[3]
+        CPU:1   replica 1  float32[3]
+    """
+    heads = ("device", "part", "array")
+    if isinstance(value, Variable):
+        value = getattr(value, "values", None) or [value]
+        arrays = [(f"copy {i}", copy.value()) for i, copy in enumerate(value)]
+    elif isinstance(value, DistributedValues):
+        arrays = [(f"replica {i}", x) for i, x in enumerate(value.values)]
+    elif isinstance(value, jax.Array | np.ndarray):
+        arrays = [("", jax.numpy.asarray(value))]
+    else:
+        raise InvalidTypeError(
+            f"show needs an array, a variable or a distributed value. Received: {shown(value)}"
+        )
+    rows = []
+    for part, array in arrays:
+        for shard in array.addressable_shards:
+            cut = ", ".join(_slice(s, n) for s, n in zip(shard.index, array.shape, strict=True))
+            label = part if len(array.addressable_shards) == 1 and part else f"{part} [{cut}]".strip()
+            text = array_text(array.dtype, shard.data.shape)
+            rows.append((short_name(shard.device), label, text))
+    return Overview(heads, tuple(rows))
+
+
+def _slice(cut: slice, size: int) -> str:
+    start, stop, _ = cut.indices(size)
+    return ":" if (start, stop) == (0, size) else f"{start}:{stop}"
