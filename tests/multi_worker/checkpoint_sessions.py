@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import phalanx as px
-from phalanx.train.trackables import found
+from phalanx.train.checkpoints.trackables import found
 
 X = np.random.default_rng(0).normal(size=(48, 6)).astype(np.float32)
 Y = (X @ np.arange(24.0, dtype=np.float32).reshape(6, 4)).astype(np.float32)

@@ -14,9 +14,9 @@ import numpy as np
 
 from phalanx.core.regions import Flat
 from phalanx.core.variable_parts import Part
-from phalanx.train import checkpoint_files as files
-from phalanx.train.checkpoint_retention import Kept, Retention
-from phalanx.train.checkpoint_state import DirectoryState, latest_checkpoint, update_state
+from phalanx.train.checkpoints import files
+from phalanx.train.checkpoints.retention import Kept, Retention
+from phalanx.train.checkpoints.state import DirectoryState, latest_checkpoint, update_state
 
 SIZE = 200_000
 

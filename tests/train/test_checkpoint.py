@@ -19,8 +19,8 @@ from hypothesis.extra import numpy as hnp
 import phalanx as px
 from phalanx.core.regions import Flat
 from phalanx.core.variable_parts import Part
-from phalanx.train import checkpoint_files
-from phalanx.train.checkpoint_files import ArraySource, Saved, begin, commit, write_part
+from phalanx.train.checkpoints import files
+from phalanx.train.checkpoints.files import ArraySource, Saved, begin, commit, write_part
 
 
 def write(path: Path, arrays: dict[str, ArraySource], values: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "put_in_place", fail)
+        patch.setattr(files, "put_in_place", fail)
         with pytest.raises(OSError, match="full"):
             checkpoint.save(str(tmp_path / "ckpt"))
     assert px.train.latest_checkpoint(str(tmp_path)) == first

@@ -17,9 +17,9 @@ import numpy as np
 from phalanx.errors import DeadlineExceededError, InvalidTypeError, InvalidValueError, NotFoundError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import Bell
-from phalanx.train.checkpoint import Checkpoint
-from phalanx.train.checkpoint_manager import wait_for_new_checkpoint
-from phalanx.train.checkpoint_state import latest_checkpoint
+from phalanx.train.checkpoints.checkpoint import Checkpoint
+from phalanx.train.checkpoints.manager import wait_for_new_checkpoint
+from phalanx.train.checkpoints.state import latest_checkpoint
 
 __all__ = ["SidecarEvaluator"]
 

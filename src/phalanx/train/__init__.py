@@ -4,8 +4,8 @@
 * ``metrics``, with ``accuracy_metrics``, ``confusion_metrics`` and ``error_metrics``
 * ``loss_functions`` and ``losses``; ``keras_optimizers`` and ``schedules``
 * ``loop``, ``snapshot``
-* ``checkpoint_files``, ``trackables``, ``checkpoint_contents``, ``orbax_files``, ``checkpoint_saving``,
-  ``checkpoint``, ``checkpoint_manager``, ``preemption``, each on those before it; ``weights``
+* ``checkpoints``; ``preemption`` and ``termination``, which save in time; ``weights``
+* ``module``; ``summaries`` and ``event_files`` for TensorBoard, ``loggers``, ``progress``, ``overview``
 """
 
 from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
@@ -19,18 +19,18 @@ from phalanx.data.files.example import (
 )
 from phalanx.train.accumulate import accumulate_gradients
 from phalanx.train.accuracy_metrics import Accuracy
-from phalanx.train.checkpoint import Checkpoint
-from phalanx.train.checkpoint_convert import convert_checkpoint
-from phalanx.train.checkpoint_manager import CheckpointManager, checkpoints_iterator
-from phalanx.train.checkpoint_options import CheckpointOptions
-from phalanx.train.checkpoint_reader import (
+from phalanx.train.checkpoints.checkpoint import Checkpoint
+from phalanx.train.checkpoints.converting import convert_checkpoint
+from phalanx.train.checkpoints.manager import CheckpointManager, checkpoints_iterator
+from phalanx.train.checkpoints.options import CheckpointOptions
+from phalanx.train.checkpoints.reader import (
     CheckpointReader,
     list_variables,
     load_checkpoint,
     load_variable,
 )
-from phalanx.train.checkpoint_state import latest_checkpoint
-from phalanx.train.checkpoint_status import CheckpointStatus
+from phalanx.train.checkpoints.state import latest_checkpoint
+from phalanx.train.checkpoints.status import CheckpointStatus
 from phalanx.train.gradient_communication import GradientCommunication
 from phalanx.train.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from phalanx.train.loop import LoopResults, loop

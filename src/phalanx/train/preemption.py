@@ -29,8 +29,8 @@ from phalanx.job.hub.descriptions import PREEMPTION
 from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import Bell, start
-from phalanx.train.checkpoint import Checkpoint
-from phalanx.train.checkpoint_manager import CheckpointManager
+from phalanx.train.checkpoints.checkpoint import Checkpoint
+from phalanx.train.checkpoints.manager import CheckpointManager
 from phalanx.train.termination import (
     RESTARTABLE_EXIT_CODE,
     StopAgreement,

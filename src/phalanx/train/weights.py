@@ -23,8 +23,8 @@ from phalanx.errors import (
 )
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import array_text, shown
-from phalanx.train.checkpoint_state import path_of
-from phalanx.train.trackables import found, replaced
+from phalanx.train.checkpoints.state import path_of
+from phalanx.train.checkpoints.trackables import found, replaced
 
 __all__ = ["export_weights", "load_weights"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.integrations.keras import touch_points
 from phalanx.integrations.keras.distribution import ModelDistribution
-from phalanx.integrations.keras.event_files import EventSummary
+from phalanx.integrations.keras.tensorboard import TensorBoardSummary
 
 
 def said(distribution: ModelDistribution, verbose: Any) -> Any:
@@ -30,7 +30,7 @@ def callbacks_here(distribution: ModelDistribution, callbacks: Any) -> Any:
     if importlib.util.find_spec("tensorflow") is None:
         for callback in listed:
             if isinstance(callback, keras.callbacks.TensorBoard):
-                touch_points.write_events_with(callback, EventSummary())
+                touch_points.write_events_with(callback, TensorBoardSummary())
     devices = distribution.devices
     if not devices.spans_workers:
         return listed

@@ -14,10 +14,10 @@ from phalanx.core.variables import Variable
 from phalanx.errors import DataLossError, InvalidTypeError, InvalidValueError, NotFoundError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import Bell
-from phalanx.train.checkpoint import Checkpoint
-from phalanx.train.checkpoint_files import is_checkpoint, remove, remove_leftovers
-from phalanx.train.checkpoint_retention import Kept, Retention
-from phalanx.train.checkpoint_state import (
+from phalanx.train.checkpoints.checkpoint import Checkpoint
+from phalanx.train.checkpoints.files import is_checkpoint, remove, remove_leftovers
+from phalanx.train.checkpoints.retention import Kept, Retention
+from phalanx.train.checkpoints.state import (
     DirectoryState,
     latest_checkpoint,
     path_of,

@@ -19,8 +19,8 @@ import numpy as np
 from phalanx.core.regions import Region, assemble, whole
 from phalanx.errors import DataLossError, InvalidValueError, MissingPackageError
 from phalanx.runtime.formatting import shown
-from phalanx.train.checkpoint_contents import Contents
-from phalanx.train.checkpoint_files import (
+from phalanx.train.checkpoints.contents import Contents
+from phalanx.train.checkpoints.files import (
     ArrayEntry,
     ArraySource,
     Saved,

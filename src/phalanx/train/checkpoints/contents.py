@@ -27,8 +27,8 @@ from phalanx.data.run.iterator import Iterator as DatasetIterator
 from phalanx.errors import InvalidArgumentError, InvalidTypeError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import array_text, shown
-from phalanx.train.checkpoint_files import ArrayEntry, ArraySource, Saved
-from phalanx.train.trackables import is_stateful
+from phalanx.train.checkpoints.files import ArrayEntry, ArraySource, Saved
+from phalanx.train.checkpoints.trackables import is_stateful
 
 __all__ = ["Contents", "Restoring", "contents_of", "is_iterator", "spans_workers"]
 

@@ -23,10 +23,10 @@ from phalanx.job.bootstrap import JobConnection
 from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import start
-from phalanx.train import checkpoint_files as files, orbax_files
-from phalanx.train.checkpoint_contents import Contents
-from phalanx.train.checkpoint_options import CheckpointOptions
-from phalanx.train.checkpoint_progress import ProgressLine
+from phalanx.train.checkpoints import files, orbax_files
+from phalanx.train.checkpoints.contents import Contents
+from phalanx.train.checkpoints.options import CheckpointOptions
+from phalanx.train.checkpoints.progress import ProgressLine
 
 __all__ = ["Order", "Saver"]
 

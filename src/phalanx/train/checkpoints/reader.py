@@ -10,9 +10,9 @@ import numpy as np
 
 from phalanx.errors import NotFoundError
 from phalanx.runtime.formatting import shown
-from phalanx.train.checkpoint import open_checkpoint
-from phalanx.train.checkpoint_files import is_checkpoint
-from phalanx.train.checkpoint_state import latest_checkpoint, path_of
+from phalanx.train.checkpoints.checkpoint import open_checkpoint
+from phalanx.train.checkpoints.files import is_checkpoint
+from phalanx.train.checkpoints.state import latest_checkpoint, path_of
 
 __all__ = ["CheckpointReader", "list_variables", "load_checkpoint", "load_variable"]
 

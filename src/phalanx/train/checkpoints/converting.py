@@ -8,11 +8,11 @@ from phalanx.core.regions import whole
 from phalanx.core.variable_parts import Part
 from phalanx.errors import InvalidArgumentError, InvalidValueError
 from phalanx.runtime.formatting import shown
-from phalanx.train import checkpoint_files as files, orbax_files
-from phalanx.train.checkpoint import open_checkpoint
-from phalanx.train.checkpoint_contents import Contents
-from phalanx.train.checkpoint_options import FORMATS
-from phalanx.train.checkpoint_state import path_of
+from phalanx.train.checkpoints import files, orbax_files
+from phalanx.train.checkpoints.checkpoint import open_checkpoint
+from phalanx.train.checkpoints.contents import Contents
+from phalanx.train.checkpoints.options import FORMATS
+from phalanx.train.checkpoints.state import path_of
 
 __all__ = ["convert_checkpoint"]
 

@@ -14,15 +14,15 @@ from phalanx.errors import ContextError, DataLossError, InvalidValueError, Phala
 from phalanx.job.bootstrap import JobConnection
 from phalanx.job.connection import connected
 from phalanx.runtime import compat
-from phalanx.train import orbax_files
-from phalanx.train.checkpoint_contents import Restoring, contents_of, is_iterator, spans_workers
-from phalanx.train.checkpoint_files import Saved, is_orbax
-from phalanx.train.checkpoint_options import as_options
-from phalanx.train.checkpoint_progress import ProgressLine
-from phalanx.train.checkpoint_saving import Order, Saver
-from phalanx.train.checkpoint_state import DirectoryState, path_of, update_state
-from phalanx.train.checkpoint_status import CheckpointStatus
-from phalanx.train.trackables import found, replaced
+from phalanx.train.checkpoints import orbax_files
+from phalanx.train.checkpoints.contents import Restoring, contents_of, is_iterator, spans_workers
+from phalanx.train.checkpoints.files import Saved, is_orbax
+from phalanx.train.checkpoints.options import as_options
+from phalanx.train.checkpoints.progress import ProgressLine
+from phalanx.train.checkpoints.saving import Order, Saver
+from phalanx.train.checkpoints.state import DirectoryState, path_of, update_state
+from phalanx.train.checkpoints.status import CheckpointStatus
+from phalanx.train.checkpoints.trackables import found, replaced
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 

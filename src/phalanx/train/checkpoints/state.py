@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime.formatting import shown
-from phalanx.train.checkpoint_files import is_checkpoint
+from phalanx.train.checkpoints.files import is_checkpoint
 
 __all__ = ["DirectoryState", "latest_checkpoint", "path_of", "read_state", "update_state"]
 
