@@ -81,30 +81,35 @@ def spans_workers(thing: Any) -> bool:
 
 
 def contents_of(
-    things: Mapping[str, Any], rank: int = 0, positions: Mapping[str, Any] | None = None
+    things: Mapping[str, Any],
+    rank: int = 0,
+    positions: Mapping[str, Any] | None = None,
+    later: bool = False,
 ) -> Contents:
     """What to write of things that `found` has found; call it between steps.
 
-    Nothing is copied but NumPy arrays, which can change. Arrays of JAX are kept: a variable that was
-    read is not overwritten by the next step.
+    NumPy arrays are copied, because they can change. Variables are not: one that was read is not
+    overwritten by the next step. An array of JAX may be donated to the next step, so what is written
+    later has a copy of it, on its device.
 
     Args:
         things: variables, arrays, numbers and objects with a state, by name.
         rank: the number of this worker.
         positions: states of iterators to write in place of the present ones.
+        later: whether the next steps begin before everything is written.
     """
     contents = Contents()
     for name, thing in things.items():
         if isinstance(thing, (Variable, jax.Array | np.ndarray | np.generic)):
             held, key = _held(thing)
-            contents.arrays[name] = _source(held, key)
+            contents.arrays[name] = _source(held, key, later and not isinstance(thing, Variable))
             if held.is_spread:
                 contents.spread.add(name)
         elif is_stateful(thing):
             state = (positions or {}).get(name)
             state = thing.state() if state is None else state
             arrays: dict[str, ArraySource] = {}
-            contents.values[name] = _encoded(name, state, arrays, rank)
+            contents.values[name] = _encoded(name, state, arrays, rank, later)
             contents.arrays |= arrays
             if not is_iterator(thing) or state.get("workers", 1) > 1:
                 contents.spread |= {name, *arrays}
@@ -127,32 +132,37 @@ def _held(thing: Any) -> tuple[HeldParts, str | None]:
     return HeldParts(copy.shape, copy.dtype, (Part(whole(copy.shape), copy),)), None
 
 
-def _source(held: HeldParts, key: str | None) -> ArraySource:
-    for part in held.parts:
+def _source(held: HeldParts, key: str | None, copied: bool) -> ArraySource:
+    parts = tuple(Part(x.region, _copy(x.source)) for x in held.parts) if copied else held.parts
+    for part in parts:
         if isinstance(part.source, jax.Array):
             part.source.copy_to_host_async()
     dtype = jnp.dtype(held.dtype).name
-    return ArraySource(held.shape, dtype, held.parts, held.combine, held.count, key)
+    return ArraySource(held.shape, dtype, parts, held.combine, held.count, key)
+
+
+def _copy(source: Any) -> Any:
+    return source.copy() if isinstance(source, jax.Array) else source
 
 
 def _is_key(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def _encoded(path: str, state: Any, arrays: dict[str, ArraySource], rank: int) -> Any:
+def _encoded(path: str, state: Any, arrays: dict[str, ArraySource], rank: int, later: bool) -> Any:
     """The state of an object as JSON, with its arrays beside."""
     if isinstance(state, jax.Array | np.ndarray | np.generic):
         name = f"{path}@{rank}" if rank else path
-        arrays[name] = _source(*_held(state))
+        arrays[name] = _source(*_held(state), later)
         return {_ARRAY: name}
     if isinstance(state, Mapping):
         if strange := [key for key in state if not isinstance(key, str) or key == _ARRAY]:
             raise InvalidTypeError(
                 f"The keys of a state must be strings. Received: {shown(strange[0])} in {path!r}"
             )
-        return {key: _encoded(f"{path}/{key}", value, arrays, rank) for key, value in state.items()}
+        return {key: _encoded(f"{path}/{key}", x, arrays, rank, later) for key, x in state.items()}
     if isinstance(state, list | tuple):
-        return [_encoded(f"{path}/{i}", value, arrays, rank) for i, value in enumerate(state)]
+        return [_encoded(f"{path}/{i}", x, arrays, rank, later) for i, x in enumerate(state)]
     if state is None or isinstance(state, bool | int | float | str):
         return state
     raise InvalidTypeError(
