@@ -221,6 +221,18 @@ def test_an_asynchronous_save_has_the_values_of_its_moment(tmp_path: Path) -> No
     assert seen == [x for path in paths for x in (path, None)]
 
 
+def test_an_object_that_refuses_its_state_leaves_variables_as_they_are(tmp_path: Path) -> None:
+    v, counter = px.Variable(1.0), Counter()
+    path = px.train.Checkpoint(a=v, nest={"part": 5}, other={"part": counter}).save(str(tmp_path / "x"))
+    v.assign(2.0)
+    data = iter(px.data.Dataset.range(3))
+    with pytest.raises(ValueError, match="Received: 5"):
+        px.train.Checkpoint(a=v, nest={"part": data}).restore(path)
+    with pytest.raises(ValueError, match="'other/part' is a number, and a state in the checkpoint"):
+        px.train.Checkpoint(a=v, other={"part": 5}).restore(path)
+    assert float(v) == 2.0
+
+
 def test_arrays_may_be_donated_while_they_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

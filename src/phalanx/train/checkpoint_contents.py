@@ -225,6 +225,8 @@ class Restoring:
             there = "a value" if entry is None else "an array"
             wanted = "an array" if takes_array else "a state" if is_stateful(thing) else "a number"
             fits = entry is None and not takes_array
+            if fits and not is_stateful(thing) and not _is_number(self._saved.values[name]):
+                return f"{name!r} is a number, and a state in the checkpoint"
             return "" if fits else f"{name!r} is {wanted}, and {there} in the checkpoint"
         shape, dtype, key = _described(thing)
         if (shape, dtype, key) == (entry.shape, entry.dtype, entry.key):
@@ -266,10 +268,13 @@ class Restoring:
         """Give variables and objects their values; returns those of arrays and numbers, by name."""
         others: dict[str, Any] = {}
         for name, thing in self._things.items():
+            if is_stateful(thing):  # first, because it may refuse what it gets
+                thing.restore(self._values.pop(name))
+        for name, thing in self._things.items():
             if isinstance(thing, Variable):
                 self._give_variable(name, thing)
             elif is_stateful(thing):
-                thing.restore(self._values.pop(name))
+                continue
             elif name in self._read:
                 others[name] = self._array(name, thing)
             else:
@@ -297,6 +302,11 @@ class Restoring:
         if isinstance(like, jax.Array):
             return _with_key(jnp.asarray(value), entry.key)
         return value[()] if isinstance(like, np.generic) else np.array(value)
+
+
+def _is_number(found: Mapping[str, Any]) -> bool:
+    """Whether a saved value, the same on all workers, is a number."""
+    return isinstance(found.get("same"), bool | int | float)
 
 
 def _regions(thing: Any, entry: ArrayEntry) -> list[Region]:
