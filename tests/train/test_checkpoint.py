@@ -241,6 +241,9 @@ def test_what_cannot_be_saved() -> None:
         px.train.Checkpoint(lr=0.1)
     with pytest.raises(ValueError, match="'save'"):
         px.train.Checkpoint(save=px.Variable(1.0))
+    for params in ({"a/b": jnp.ones(1), "a": {"b": jnp.zeros(1)}}, {1: jnp.ones(1), "1": jnp.zeros(1)}):
+        with pytest.raises(ValueError, match="twice"):  # one of them would be lost
+            px.train.Checkpoint(params=params)
     checkpoint = px.train.Checkpoint(v=px.Variable(1.0))
 
     @px.function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import phalanx as px
 from phalanx.core.regions import Box, Flat, assemble, cut, region_of
+from phalanx.train import checkpoint_files
 
 
 class Counter:
@@ -217,6 +219,47 @@ def test_an_asynchronous_save_has_the_values_of_its_moment(tmp_path: Path) -> No
     assert [px.train.load_variable(str(path), "w")[7] for path in paths] == [1.0, 2.0, 3.0]
     assert manager.checkpoints == paths
     assert seen == [x for path in paths for x in (path, None)]
+
+
+def test_an_object_that_refuses_its_state_leaves_variables_as_they_are(tmp_path: Path) -> None:
+    v, counter = px.Variable(1.0), Counter()
+    path = px.train.Checkpoint(a=v, nest={"part": 5}, other={"part": counter}).save(str(tmp_path / "x"))
+    v.assign(2.0)
+    data = iter(px.data.Dataset.range(3))
+    with pytest.raises(ValueError, match="Received: 5"):
+        px.train.Checkpoint(a=v, nest={"part": data}).restore(path)
+    with pytest.raises(ValueError, match="'other/part' is a number, and a state in the checkpoint"):
+        px.train.Checkpoint(a=v, other={"part": 5}).restore(path)
+    assert float(v) == 2.0
+
+
+def test_arrays_may_be_donated_while_they_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of JAX give their parameters to the next step, which overwrites them."""
+    gate, begin = threading.Event(), checkpoint_files.begin
+
+    def when_donated(path: Path) -> Path:
+        gate.wait(60)
+        return begin(path)
+
+    monkeypatch.setattr(checkpoint_files, "begin", when_donated)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    params = {
+        "whole": jnp.arange(6.0),
+        "cut": jax.device_put(jnp.arange(6.0), NamedSharding(mesh, PartitionSpec("x"))),
+    }
+    counter = Counter()
+    counter.noise = jnp.arange(6.0)  # type: ignore[assignment]
+    checkpoint = px.train.Checkpoint(params=params, counter=counter)
+    options = px.train.CheckpointOptions(enable_async=True)
+    path = checkpoint.save(str(tmp_path / "ckpt"), options)
+    step = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)
+    jax.block_until_ready(step((params, counter.noise)))
+    gate.set()
+    checkpoint.sync()
+    for name in ("params/whole", "params/cut", "counter/noise"):
+        assert px.train.load_variable(path, name).tolist() == list(range(6))
 
 
 def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:

@@ -135,6 +135,32 @@ def test_training_goes_on_in_the_grace_period(made: Any) -> None:
     wait_until(is_over)
 
 
+def test_a_watch_function_that_fails_does_not_end_the_watch(
+    made: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A question to a cloud may take too long. The next one may find a notice, or a signal may come."""
+    asked: list[int] = []
+
+    def watcher() -> bool:
+        asked.append(1)
+        if len(asked) == 1:
+            raise TimeoutError("no answer")
+        return True
+
+    ended: list[int] = []
+    step, handler = made(
+        termination_watcher_fn=watcher, grace_period=0.01, exit_fn=lambda: ended.append(int(step))
+    )
+
+    def is_over() -> bool:
+        handler.run(step.assign_add, 1)
+        return bool(ended)
+
+    wait_until(is_over)
+    assert len(asked) == 2
+    assert "no answer" in caplog.text
+
+
 def test_the_element_that_was_taken_for_the_next_call_is_not_lost(tmp_path: Path) -> None:
     def seen(count: int) -> list[int]:
         data = iter(px.data.Dataset.range(6))

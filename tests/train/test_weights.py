@@ -65,6 +65,15 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
         px.train.export_weights(path, [])
 
 
+def test_what_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'a\.b' twice"):  # one of them would be lost
+        px.train.export_weights(str(tmp_path / "x"), {"a.b": jnp.ones(1), "a": {"b": jnp.zeros(1)}})
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        px.train.export_weights(str(tmp_path / "folder"), {"a": jnp.ones(1)})
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 def test_checkpoints_of_orbax(tmp_path: Path) -> None:
     """Orbax reads what we write, and we read what Orbax writes."""
     data = iter(px.data.Dataset.range(9))

@@ -118,7 +118,7 @@ class PreemptionCheckpointHandler:
         self._changed = threading.Condition(threading.RLock())
         self._positions: dict[str, Any] | None = None
         self._step_seconds = self._save_seconds = 0.0
-        self._is_noticed = self._is_closed = self._is_saved = False
+        self._is_noticed = self._is_closed = self._is_saved = self._is_warned = False
         self._bell = Bell()
         self._before: dict[int, Any] = {}
         self._manager.restore_or_initialize()
@@ -205,10 +205,9 @@ class PreemptionCheckpointHandler:
 
     def _watch(self) -> None:
         """Wait for a notice, and then for the time to stop."""
-        watcher = self._config.termination_watcher_fn
         while not self._is_noticed and not self._is_closed:
             self._bell.wait(_POLL)
-            if watcher is not None and not self._is_noticed and watcher():
+            if not self._is_noticed and self._asked():
                 self._is_noticed = True
         if self._is_closed:
             return
@@ -222,6 +221,21 @@ class PreemptionCheckpointHandler:
             self._bell.wait(left)
         if not self._is_closed:
             self._announce()
+
+    def _asked(self) -> bool:
+        """What the watch function says. One that fails is asked again: signals count all the same."""
+        watcher = self._config.termination_watcher_fn
+        try:
+            return watcher is not None and bool(watcher())
+        except Exception as error:  # noqa: BLE001 - it is the user's, and a network may be slow
+            if not self._is_warned:
+                _log.warning(
+                    "`termination_watcher_fn` failed, and is asked again each second; this is said "
+                    "once: %r",
+                    error,
+                )
+            self._is_warned = True
+            return False
 
     def _announce(self) -> None:
         """Tell the others, unless they know."""

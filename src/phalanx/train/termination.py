@@ -26,7 +26,8 @@ class TerminationConfig:
 
     Args:
         termination_watcher_fn: called about once a second in a thread; returns True once there is a
-            notice. For clouds that announce the end in another way than by a signal.
+            notice. For clouds that announce the end in another way than by a signal. If it raises, it
+            is asked again.
         exit_fn: called after the checkpoint was saved; by default the program ends with code 143.
         grace_period: how many seconds there are from the notice to the end. Training goes on as long
             as there is time left to save. None or 0 saves after the next step.

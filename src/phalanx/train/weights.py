@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from phalanx.errors import (
     DataLossError,
     InvalidArgumentError,
     InvalidTypeError,
+    InvalidValueError,
     MissingPackageError,
     NotFoundError,
 )
@@ -69,10 +71,13 @@ def export_weights(path: str, objects: Any, metadata: Mapping[str, str] | None =
         target = path_of(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        numpy_files.save_file(arrays, str(fresh), metadata={"format": "np", **(metadata or {})})
-        with open(fresh, "rb+") as file:
-            os.fsync(file.fileno())
-        fresh.replace(target)
+        try:
+            numpy_files.save_file(arrays, str(fresh), metadata={"format": "np", **(metadata or {})})
+            with open(fresh, "rb+") as file:
+                os.fsync(file.fileno())
+            fresh.replace(target)
+        finally:
+            fresh.unlink(missing_ok=True)
     return list(arrays)
 
 
@@ -145,6 +150,12 @@ def _weights(objects: Any) -> dict[str, Any]:
     }
     if not things:
         raise InvalidTypeError(f"There are no variables or arrays. Received: {shown(objects)}")
+    counts = Counter(map(_dotted, things))
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise InvalidValueError(
+            "Two arrays have the same name, so one would be lost: names are the ways that lead to "
+            f"arrays, with dots between. Rename a key or an attribute. Received: {twice[0]!r} twice"
+        )
     return things
 
 

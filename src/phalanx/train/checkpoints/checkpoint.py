@@ -146,7 +146,9 @@ class Checkpoint:
         variables = [thing for thing in things.values() if isinstance(thing, Variable)]
         connection = _connection_of(things)
         rank = 0 if connection is None else connection.rank
-        contents = transactions.between_steps(variables, lambda: contents_of(things, rank, positions))
+        contents = transactions.between_steps(
+            variables, lambda: contents_of(things, rank, positions, later=chosen.is_async)
+        )
         number = "" if connection is None else self._saver.next_number()
         self._saver.save(Order(path, contents, chosen, connection, number, written, followed))
 

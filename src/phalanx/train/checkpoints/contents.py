@@ -81,30 +81,35 @@ def spans_workers(thing: Any) -> bool:
 
 
 def contents_of(
-    things: Mapping[str, Any], rank: int = 0, positions: Mapping[str, Any] | None = None
+    things: Mapping[str, Any],
+    rank: int = 0,
+    positions: Mapping[str, Any] | None = None,
+    later: bool = False,
 ) -> Contents:
     """What to write of things that `found` has found; call it between steps.
 
-    Nothing is copied but NumPy arrays, which can change. Arrays of JAX are kept: a variable that was
-    read is not overwritten by the next step.
+    NumPy arrays are copied, because they can change. Variables are not: one that was read is not
+    overwritten by the next step. An array of JAX may be donated to the next step, so what is written
+    later has a copy of it, on its device.
 
     Args:
         things: variables, arrays, numbers and objects with a state, by name.
         rank: the number of this worker.
         positions: states of iterators to write in place of the present ones.
+        later: whether the next steps begin before everything is written.
     """
     contents = Contents()
     for name, thing in things.items():
         if isinstance(thing, (Variable, jax.Array | np.ndarray | np.generic)):
             held, key = _held(thing)
-            contents.arrays[name] = _source(held, key)
+            contents.arrays[name] = _source(held, key, later and not isinstance(thing, Variable))
             if held.is_spread:
                 contents.spread.add(name)
         elif is_stateful(thing):
             state = (positions or {}).get(name)
             state = thing.state() if state is None else state
             arrays: dict[str, ArraySource] = {}
-            contents.values[name] = _encoded(name, state, arrays, rank)
+            contents.values[name] = _encoded(name, state, arrays, rank, later)
             contents.arrays |= arrays
             if not is_iterator(thing) or state.get("workers", 1) > 1:
                 contents.spread |= {name, *arrays}
@@ -127,32 +132,37 @@ def _held(thing: Any) -> tuple[HeldParts, str | None]:
     return HeldParts(copy.shape, copy.dtype, (Part(whole(copy.shape), copy),)), None
 
 
-def _source(held: HeldParts, key: str | None) -> ArraySource:
-    for part in held.parts:
+def _source(held: HeldParts, key: str | None, copied: bool) -> ArraySource:
+    parts = tuple(Part(x.region, _copy(x.source)) for x in held.parts) if copied else held.parts
+    for part in parts:
         if isinstance(part.source, jax.Array):
             part.source.copy_to_host_async()
     dtype = jnp.dtype(held.dtype).name
-    return ArraySource(held.shape, dtype, held.parts, held.combine, held.count, key)
+    return ArraySource(held.shape, dtype, parts, held.combine, held.count, key)
+
+
+def _copy(source: Any) -> Any:
+    return source.copy() if isinstance(source, jax.Array) else source
 
 
 def _is_key(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def _encoded(path: str, state: Any, arrays: dict[str, ArraySource], rank: int) -> Any:
+def _encoded(path: str, state: Any, arrays: dict[str, ArraySource], rank: int, later: bool) -> Any:
     """The state of an object as JSON, with its arrays beside."""
     if isinstance(state, jax.Array | np.ndarray | np.generic):
         name = f"{path}@{rank}" if rank else path
-        arrays[name] = _source(*_held(state))
+        arrays[name] = _source(*_held(state), later)
         return {_ARRAY: name}
     if isinstance(state, Mapping):
         if strange := [key for key in state if not isinstance(key, str) or key == _ARRAY]:
             raise InvalidTypeError(
                 f"The keys of a state must be strings. Received: {shown(strange[0])} in {path!r}"
             )
-        return {key: _encoded(f"{path}/{key}", value, arrays, rank) for key, value in state.items()}
+        return {key: _encoded(f"{path}/{key}", x, arrays, rank, later) for key, x in state.items()}
     if isinstance(state, list | tuple):
-        return [_encoded(f"{path}/{i}", value, arrays, rank) for i, value in enumerate(state)]
+        return [_encoded(f"{path}/{i}", x, arrays, rank, later) for i, x in enumerate(state)]
     if state is None or isinstance(state, bool | int | float | str):
         return state
     raise InvalidTypeError(
@@ -215,6 +225,8 @@ class Restoring:
             there = "a value" if entry is None else "an array"
             wanted = "an array" if takes_array else "a state" if is_stateful(thing) else "a number"
             fits = entry is None and not takes_array
+            if fits and not is_stateful(thing) and not _is_number(self._saved.values[name]):
+                return f"{name!r} is a number, and a state in the checkpoint"
             return "" if fits else f"{name!r} is {wanted}, and {there} in the checkpoint"
         shape, dtype, key = _described(thing)
         if (shape, dtype, key) == (entry.shape, entry.dtype, entry.key):
@@ -256,10 +268,13 @@ class Restoring:
         """Give variables and objects their values; returns those of arrays and numbers, by name."""
         others: dict[str, Any] = {}
         for name, thing in self._things.items():
+            if is_stateful(thing):  # first, because it may refuse what it gets
+                thing.restore(self._values.pop(name))
+        for name, thing in self._things.items():
             if isinstance(thing, Variable):
                 self._give_variable(name, thing)
             elif is_stateful(thing):
-                thing.restore(self._values.pop(name))
+                continue
             elif name in self._read:
                 others[name] = self._array(name, thing)
             else:
@@ -287,6 +302,11 @@ class Restoring:
         if isinstance(like, jax.Array):
             return _with_key(jnp.asarray(value), entry.key)
         return value[()] if isinstance(like, np.generic) else np.array(value)
+
+
+def _is_number(found: Mapping[str, Any]) -> bool:
+    """Whether a saved value, the same on all workers, is a number."""
+    return isinstance(found.get("same"), bool | int | float)
 
 
 def _regions(thing: Any, entry: ArrayEntry) -> list[Region]:

@@ -13,7 +13,7 @@ from jax import tree_util
 
 from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
-from phalanx.errors import ContextError, InvalidTypeError
+from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
 __all__ = ["found", "is_stateful", "replaced"]
@@ -60,7 +60,11 @@ def found(objects: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
 
     def collect(path: str, leaf: Any) -> Any:
-        result[path] = leaf
+        if result.setdefault(path, leaf) is not leaf:
+            raise InvalidValueError(
+                "Two values have the same name, so one would be lost: names are the ways that lead to "
+                f"values, with slashes between. Rename a key or an attribute. Received: {path!r} twice"
+            )
         return leaf
 
     walk = _Walk(collect)
