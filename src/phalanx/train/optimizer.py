@@ -14,9 +14,7 @@ from phalanx.core import context as ctx, transactions
 from phalanx.core.options import VariableAggregation
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import MergePoint, ReplicaContext, is_compiled, meet
-from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.strategy import Strategy
-from phalanx.core.values import DistributedValues
 from phalanx.core.variables import Variable
 from phalanx.errors import (
     ContextError,
@@ -30,6 +28,7 @@ from phalanx.runtime.formatting import shown
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.train.accumulate import accumulated
 from phalanx.train.gradient_communication import GradientCommunication, dense
+from phalanx.train.making_states import made_state
 from phalanx.train.optimizer_arguments import checked_pairs, checked_variables
 from phalanx.train.precision import LossScale
 from phalanx.train.server_updates import ServerUpdates
@@ -167,14 +166,7 @@ class Optimizer:
             return
         mode = ctx.default_mode() if strategy is ctx.default_mode().strategy else ctx.Mode(strategy)
         with ctx.push(mode), jax.ensure_compile_time_eval():
-            values = [jnp.asarray(_present_value(v)) for v in listed]
-            state = self.transform.init(values)
-            named = jax.tree_util.tree_map_with_path(
-                functools.partial(_slot_name, [v.name for v in listed]), state
-            )
-            self._state = jax.tree.map(
-                lambda x, name: Variable(x, trainable=False, name=name), state, named
-            )
+            self._state = made_state(self.transform.init, listed, strategy, self.shard)
             self._iterations = Variable(
                 jnp.int32(0),
                 trainable=False,
@@ -461,25 +453,3 @@ class Optimizer:
 def _described(variables: list[Variable]) -> str:
     names = ", ".join(v.name for v in variables[:3])
     return f"apply_gradients of {len(variables)} variables ({names})"
-
-
-def _present_value(variable: Variable) -> jax.Array:
-    """What a variable really holds, also while a program is being traced."""
-    held = variable._value
-    if isinstance(variable, SlicedVariable):  # by another optimizer
-        return variable.whole_of(held)
-    return held.values[0] if isinstance(held, DistributedValues) else held
-
-
-def _slot_name(names: Sequence[str], path: tuple[Any, ...], x: Any) -> str:
-    """What a part of the state is called: after its variable, and after its role in optax's state.
-
-    >>> field, index = jax.tree_util.GetAttrKey("mu"), jax.tree_util.SequenceKey(1)
-    >>> _slot_name(["w:0", "b:0"], (field, index), None), _slot_name(["w:0"], (field,), None)
-    ('b/mu', 'optimizer/mu')
-    """
-    roles = [str(key.name) for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-    last = path[-1] if path else None
-    belongs = isinstance(last, jax.tree_util.SequenceKey) and last.idx < len(names)
-    owner = names[last.idx].removesuffix(":0") if belongs else "optimizer"  # type: ignore[union-attr]
-    return f"{owner}/{roles[-1] if roles else 'slot'}"
