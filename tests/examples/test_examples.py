@@ -65,6 +65,17 @@ def test_plans_of_a_gpt() -> None:
     assert float(last) < float(first) / 4
 
 
+def test_plans_of_a_model_with_embeddings() -> None:
+    done = start("embedding_plans.py", "--devices", "2")
+    assert done.returncode == 0, done.stderr
+    large, small = done.stdout.split("small tables")
+    assert "users is cut" in large
+    assert "up is whole" in large
+    assert "users_1 is cut ('x',)" in small  # the batch
+    first, last = re.findall(r"loss ([\d.]+) to ([\d.]+)", done.stdout)[0]
+    assert float(last) < float(first) / 4
+
+
 def test_an_mlp_in_two_modes() -> None:
     """All modes are in the tests of `px.parallel`."""
     found = [

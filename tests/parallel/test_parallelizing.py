@@ -27,7 +27,7 @@ from tests.parallel.models import (
 import phalanx as px
 from phalanx.errors import InvalidOptionsError, InvalidValueError, UnsupportedError
 from phalanx.execution.throttle import MAX_IN_FLIGHT, THROTTLE
-from phalanx.parallel import Layout, Plan, parallelize, shard, value_and_grad
+from phalanx.parallel import Layout, Plan, parallelize, parallelizing, shard, value_and_grad
 
 PARAMS = mlp_parameters()
 BATCHES = [batch(24, seed=1), batch(24, seed=2), batch(10, seed=3)]
@@ -413,6 +413,31 @@ def test_small_parts_of_the_state_and_groups_of_devices() -> None:
     assert grouped.arguments[0][0]["down"].spec == P("d2", None)
 
 
+def test_losses_inside_functions_and_loops_of_a_step() -> None:
+    """A parallel optimizer finds them in functions of `jax.jit`, and refuses loops in its own words."""
+    config = {"parallel_optimizer_threshold": 0, "optimizer_level": "level2"}
+    where: Any = {
+        "parallel_mode": "data_parallel",
+        "devices": jax.devices()[:2],
+        "gradients_mean": True,
+        "enable_parallel_optimizer": True,
+        "parallel_optimizer_config": config,
+    }
+
+    def looping(state: Any, x: Any, y: Any) -> Any:
+        return jax.lax.scan(lambda s, _: step(s, x, y), state, length=2)
+
+    args = (state_of(PARAMS), *BATCHES[0])
+    check_close(parallelize(jax.jit(step), args, **where)(*args), jax.jit(step)(*args))
+    for threshold in (0, 64):  # divided, or all whole
+        config["parallel_optimizer_threshold"] = threshold
+        with pytest.raises(UnsupportedError, match=r"inside `scan`.*micro_batches"):
+            parallelize(looping, args, **where)(*args)
+    program = parallelize(step, args, **where)
+    whole = jax.jit(lambda s, x, y: jax.lax.scan(lambda s, _: program(s, x, y), s, length=2))
+    check_close(whole(*args), jax.jit(looping)(*args))
+
+
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_sums_over_devices_in_32_bits(mode: str) -> None:
     """Products that are summed over devices come in 32 bits, in the gradient too."""
@@ -480,6 +505,24 @@ def test_many_steps_wait_for_each_other_and_programs_go_into_larger_ones() -> No
     inside = jax.jit(lambda *args: program(*args) * 2)(*args)
     assert float(inside) == pytest.approx(2 * float(value))
     assert not any(isinstance(t, jax.core.Tracer) for t in THROTTLE._tokens)
+
+
+def test_what_a_step_returned_goes_into_the_next_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No array is looked at twice; others still go to their devices."""
+    program = parallelize(
+        step, (state_of(PARAMS), *BATCHES[0]), parallel_mode="auto_parallel", devices=jax.devices()[:4]
+    )
+    state, *rows = program.place(state_of(PARAMS), *BATCHES[0])
+    state, _ = program(state, *rows)
+    before = state
+    with monkeypatch.context() as patch:
+        patch.setattr(parallelizing, "placed", None)
+        state, _ = program(state, *rows)
+        with pytest.raises(TypeError, match="not callable"):
+            program(before, *BATCHES[0])
+    check_close(state, program(before, *BATCHES[0])[0])
+    whole = jax.device_put(before, jax.devices()[0])
+    check_close(state, program(whole, *rows)[0])
 
 
 def test_nests_with_other_things_in_them() -> None:

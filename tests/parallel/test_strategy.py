@@ -108,6 +108,31 @@ def test_slots_are_laid_out_like_their_variables() -> None:
     assert {v._value.sharding.shard_shape(v.shape) for v in optimizer.variables} == {(), (6, 3)}
 
 
+def test_slots_are_never_whole_on_a_device() -> None:
+    """Each device makes its own part of a state; one that looks at values is made from whole ones."""
+    shardings: list[Any] = []
+
+    def init(params: Any) -> Any:
+        jax.debug.inspect_array_sharding(params[0] * 2, callback=shardings.append)
+        return {"slots": [p * 2 for p in params], "count": jnp.zeros(())}
+
+    def looks(params: Any) -> Any:
+        return [p * float(p[0, 0]) for p in params]
+
+    strategy = px.AutoParallelStrategy(parameter_plan={"up": (1, 8)}, devices=jax.devices())
+    with strategy.scope():
+        up = px.Variable(UP, name="up")
+        made = []
+        for each in (init, looks):
+            optimizer = px.train.Optimizer(optax.GradientTransformation(each, lambda *xs: xs[:2]))
+            optimizer.build([up])
+            made += [v for v in optimizer.variables if v.shape]
+    assert [found.shard_shape((6, 24)) for found in shardings] == [(6, 3)]
+    for variable, factor in zip(made, (2, UP[0, 0]), strict=True):
+        assert {s.data.shape for s in variable._value.addressable_shards} == {(6, 3)}
+        check_close(variable.numpy(), UP * factor)
+
+
 def test_a_searched_plan_and_its_file(tmp_path: Any) -> None:
     shapes = {"up": UP, "down": DOWN}, ROWS[:8], LABELS[:8]
     strategy = px.AutoParallelStrategy(devices=jax.devices()[:4], parallel_mode="auto_parallel")

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import pytest
 
 import phalanx as px
 from phalanx.core.sliced_variables import SlicedVariable
+from phalanx.train import making_states
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(24, 5)).astype(np.float32)
@@ -330,6 +331,81 @@ def test_memory_and_traffic_of_each_level() -> None:
     }
     # Summed gradients are never whole from level 2 on.
     assert temporary[2] < temporary[1] - whole // 2
+
+
+def buffers() -> dict[int, int]:
+    """Where arrays are, and how many bytes they have; views of the same memory count once."""
+    arrays = [x for x in jax.live_arrays() if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    pieces = [p.data for x in arrays for p in x.addressable_shards]
+    return {p.unsafe_buffer_pointer(): p.nbytes for p in pieces}
+
+
+def test_a_state_is_never_whole_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device makes its slices: by what the program needs, and by what is there when it ends."""
+    strategy, whole = mirrored(4), 64 * 1024 * 4
+    with strategy.scope():
+        w = px.Variable(jnp.ones((64, 1024)), name="w")
+    programs: list[Any] = []
+    make = making_states.slices_program
+
+    def seen(*args: Any) -> Any:
+        programs.append(make(*args))
+        return programs[-1]
+
+    monkeypatch.setattr(making_states, "slices_program", seen)
+    transform = optax.chain(optax.adam(0.1), _keeps_a_copy())
+    before = buffers()
+    optimizer = px.train.Optimizer(transform, shard=everything(1))
+    optimizer.build([w])
+    program, given, _ = programs[0]
+    used = program.lower(given).compile().memory_analysis()
+    assert used.argument_size_in_bytes == whole  # the copy that each device has anyway
+    # The slices of mu, nu and the copy; a counter, and where they are.
+    assert 3 * whole // 4 + 4 <= used.output_size_in_bytes < 3 * whole // 4 + 100
+    assert used.temp_size_in_bytes < whole // 4
+    pieces = [size for where, size in buffers().items() if where not in before]
+    assert max(pieces) == whole // 4
+    copy = next(v for v in optimizer.variables if v.name == "w/kept:0")
+    assert isinstance(copy, SlicedVariable)
+    np.testing.assert_array_equal(copy.numpy(), np.full((64, 1024), 2.0))
+
+
+class _Kept(NamedTuple):
+    kept: Any
+
+
+def _keeps_a_copy(look: Callable[[Any], Any] = lambda p: p * 2) -> optax.GradientTransformation:
+    """Starts from something that it computes from parameters."""
+    return optax.GradientTransformation(
+        lambda params: _Kept(jax.tree.map(look, params)), lambda grads, state, _: (grads, state)
+    )
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda p: p * 2,
+        lambda p: p @ p.T,  # whole arrays
+        lambda p: p / jnp.sqrt(jnp.sum(p**2)),
+        lambda p: p * float(p[0, 0]),  # which cannot be traced
+        lambda p: jnp.zeros_like(p, jnp.bfloat16),
+    ],
+    ids=["elementwise", "product", "norm", "value", "narrow"],
+)
+@pytest.mark.parametrize("is_sliced", [False, True])
+def test_a_state_made_of_parameters(look: Callable[[Any], Any], is_sliced: bool) -> None:
+    strategy, start = mirrored(4), RNG.normal(size=(5, 6)).astype(np.float32)
+    with strategy.scope():
+        w = px.Variable(start, name="w")
+        if is_sliced:
+            px.train.Optimizer(optax.sgd(1.0), shard=everything(3)).build([w])
+        optimizer = px.train.Optimizer(_keeps_a_copy(look), shard=everything(3))
+        optimizer.build([w])
+    kept = optimizer.variables[1]
+    expected = look(jnp.asarray(start))
+    assert isinstance(kept, SlicedVariable)
+    assert kept.dtype == expected.dtype
+    np.testing.assert_allclose(kept.numpy(), expected, rtol=1e-6)
 
 
 def test_gradients_may_gather_again() -> None:

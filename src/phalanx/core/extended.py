@@ -96,13 +96,12 @@ class StrategyExtended:
         return jax.ensure_compile_time_eval()
 
     def _create_variable_from(self, initial: InitialValue, kinds: tuple[Any, ...]) -> Variable:
-        """Hook: make a variable whose initial value may have to be made in parts.
-
-        Args:
-            initial: its initial value.
-            kinds: the fields of `VariableSpec` after the value.
-        """
+        """Hook: make a variable in parts; `kinds` are the fields of `VariableSpec` after the value."""
         return self._create_variable(VariableSpec(initial.array(), *kinds))
+
+    def _computed(self, make: Callable[[Any], Any], values: list[jax.Array]) -> Any:
+        """Hook: what a function makes of the values of variables, laid out like them."""
+        return make(values)
 
     @property
     def _input_worker(self) -> tuple[int, int]:

@@ -6,7 +6,8 @@ aggregated. Only where it lies differs, so reading it joins the slices of all re
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +18,41 @@ from phalanx.core.replica_context import MergePoint, meet
 from phalanx.core.slicing import Members, Slicing
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import Layout, Mirrored, PerReplica
-from phalanx.core.variable_spec import apply_update
+from phalanx.core.variable_spec import VariableSpec, apply_update
 from phalanx.runtime import compat
 from phalanx.runtime.placement import REPLICA_AXIS, place
 
+if TYPE_CHECKING:
+    from phalanx.core.strategy import Strategy
+
 
 class SlicedVariable(MirroredVariable):
-    """A mirrored variable that is kept in slices; made by `slice_variable`."""
+    """A mirrored variable that is kept in slices; made of them, or by `slice_variable`.
+
+    Args:
+        spec: what it is; of its value only the shape and dtype are looked at.
+        strategy: the strategy.
+        slices: those of the replicas of this process.
+        parts: how many replicas, next to each other, share one value.
+    """
 
     slicing: Slicing
     regather = False
     """Whether gradients gather it again."""
+
+    def __init__(
+        self,
+        spec: VariableSpec,
+        strategy: Strategy,
+        slices: Sequence[jax.Array],
+        parts: int,
+    ) -> None:
+        devices = strategy.extended._replica_devices
+        self._describe(spec, strategy, devices[0])
+        self._devices = devices
+        self.slicing = Slicing(self.shape, parts)
+        placed = [place(x, device) for x, device in zip(slices, devices, strict=True)]
+        self._value = PerReplica(placed, strategy.extended._span)
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -130,11 +155,15 @@ class SlicedVariable(MirroredVariable):
             self._set(self._divided(new))
 
     def _divided(self, whole: Any) -> PerReplica:
+        return self._divided_copies([whole] * len(self._devices))
+
+    def _divided_copies(self, copies: Sequence[Any]) -> PerReplica:
+        """The slices of the replicas, each cut from its own copy."""
         assert self._strategy is not None
         first = self._strategy.extended._first_replica
         parts = [
-            place(self.slicing.cut(whole, (first + i) % self.slicing.parts), device)
-            for i, device in enumerate(self._devices)
+            place(self.slicing.cut(copy, (first + i) % self.slicing.parts), device)
+            for i, (copy, device) in enumerate(zip(copies, self._devices, strict=True))
         ]
         return PerReplica(parts, self._strategy.extended._span)
 
@@ -148,10 +177,10 @@ def slice_variable(variable: Any, parts: int) -> SlicedVariable:
         variable: a `MirroredVariable`.
         parts: how many replicas, next to each other, share one value.
     """
-    whole = variable._committed().values[0]
+    copies = variable._committed().values
     variable.__class__ = SlicedVariable
     variable.slicing = Slicing(tuple(variable.shape), parts)
-    variable._value = variable._divided(whole)
+    variable._value = variable._divided_copies(copies)
     variable.__dict__.pop("_wrap", None)
     assert isinstance(variable, SlicedVariable)
     return variable

@@ -21,6 +21,7 @@ from phalanx.parallel.options import AUTO_MODES, ParallelOptions, changed
 from phalanx.parallel.placing import Cuts, factored_mesh, mesh_for, names_of
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import Planner
+from phalanx.parallel.ready import ReadyProgram
 from phalanx.parallel.running import ParallelRun, value_and_grad
 from phalanx.parallel.spanning import (
     all_devices,
@@ -284,6 +285,7 @@ class Parallelized:
         self._parameters = tuple(i % count for i in parameters) if count else ()
         self._donated = donated
         self._programs: dict[Any, modes.ParallelProgram] = {}
+        self._ready: dict[Any, ReadyProgram] = {}
         self._planner = setup.planner()
         self._has_state = False
         self._first = self._program(example_args, False)
@@ -402,14 +404,20 @@ class Parallelized:
     # -- programs ------------------------------------------------------------------------------------
 
     def _run(self, args: tuple[Any, ...], differentiated: bool) -> Any:
+        name = getattr(self._function, "__name__", "function")
+        leaves, structure = jax.tree.flatten(args)
+        ready = self._ready.get((differentiated, structure))
+        if ready is not None and ready.takes(leaves) and not compat.is_staging():
+            return dispatched(ready.program.call, args, self._setup.devices, name)
         program = self._program(args, differentiated)
         arrays = self._parts(args)[0]
         if compat.is_staging():  # as a part of a larger program
             return program.call(*jax.device_put(arrays, program.arguments))[0]
-        arrays = list(self._first_state(arrays, program))
-        return dispatched(
-            program.call, arrays, self._setup.devices, getattr(self._function, "__name__", "function")
-        )
+        arrays = tuple(self._first_state(arrays, program))
+        if all(map(is_array, leaves)):
+            placed_leaves = jax.tree.leaves(arrays)
+            self._ready[differentiated, structure] = ReadyProgram.for_arrays(program, placed_leaves)
+        return dispatched(program.call, arrays, self._setup.devices, name)
 
     def _first_state(self, arrays: Sequence[Any], program: modes.ParallelProgram) -> Sequence[Any]:
         """Arguments on the devices; of the first call, with a state that all workers have."""

@@ -8,7 +8,7 @@ are gathered for it, and its gradients come back in slices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,9 +30,11 @@ from phalanx.train.sliced_updates import Sliced, run_on_slices
 __all__ = ["SlicedStep"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Loss:
     """A loss that a step differentiates.
+
+    Programs with requests refer to it, because `jax.jit` keeps them longer than one run of a step.
 
     Args:
         closed: its program for one piece of a batch; the first result is its value.
@@ -58,9 +60,7 @@ class SlicedStep:
 
     options: ParallelOptions
     members: Members
-    _losses: list[_Loss] = field(default_factory=list)
-    _places: list[tuple[int, int]] = field(default_factory=list)
-    _latest: tuple[int, Sequence[Any], list[Any]] | None = None
+    _latest: tuple[_Loss, Sequence[Any], list[Any]] | None = None
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...], wanted: Any) -> Any:
         """The results of a step, `Sliced` where that is wanted; of arguments, those that are sliced.
@@ -98,29 +98,28 @@ class SlicedStep:
             return loss(*jax.tree.unflatten(structure, xs))
 
         closed, results = compat.jaxpr_and_result(flat, *given)
-        self._losses.append(_Loss(closed, trained, tuple(names), pieces))
+        found = _Loss(closed, trained, tuple(names), pieces)
         operands = [*leaves, *closed.consts]
         shapes = [*closed.out_avals, *(leaves[i] for i in trained)]
-        outs = []
-        for out, shape in enumerate(shapes):
-            self._places.append((len(self._losses) - 1, out))
-            place = len(self._places) - 1
-            outs.append(program_parts.requested(operands, place, shape.shape, shape.dtype))
+        outs = [
+            program_parts.requested(operands, (found, out), shape.shape, shape.dtype)
+            for out, shape in enumerate(shapes)
+        ]
         count = len(closed.out_avals)
         return jax.tree.unflatten(jax.tree.structure(results), outs[:count]), outs[count:]
 
-    def _fetch(self, place: int, operands: Sequence[Any]) -> Any:
+    def _fetch(self, place: tuple[_Loss, int], operands: Sequence[Any]) -> Any:
         """One result of a loss; the others are asked for next, with the same operands."""
-        number, out = self._places[place]
+        loss, out = place
         latest = self._latest
-        is_same = latest is not None and latest[0] == number
+        is_same = latest is not None and latest[0] is loss
         if (
             latest is None
             or not is_same
             or any(a is not b for a, b in zip(operands, latest[1], strict=True))
         ):
-            found = _Differentiation(self.options, self.members, self._losses[number]).run(operands)
-            latest = self._latest = number, operands, found
+            found = _Differentiation(self.options, self.members, loss).run(operands)
+            latest = self._latest = loss, operands, found
         return latest[2][out]
 
 

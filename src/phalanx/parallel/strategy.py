@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_map_with_path
 
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
@@ -30,7 +31,7 @@ from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import dataset_cuts
 from phalanx.parallel.running import ParallelRun, in_run
 from phalanx.parallel.spanning import all_devices, placed
-from phalanx.parallel.storing import is_named, stored
+from phalanx.parallel.storing import is_named, like, made_in_parts, stored
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, device_name
 from phalanx.strategies.input import DistributesInput
@@ -238,6 +239,23 @@ class AutoParallelExtended(DistributesInput):
         value = initial_parts(initial, sharding)
         self._has_variables = True
         return LaidOutVariable(VariableSpec(value, *kinds), self._strategy, sharding)
+
+    def _computed(self, make: Callable[[Any], Any], values: list[Any]) -> Any:
+        """Each device makes its own part; what is like a value is laid out as that is."""
+        known = {str(i): (x.shape, x.sharding.spec) for i, x in enumerate(values)}
+
+        def sharding(path: Any, x: Any) -> NamedSharding:
+            spec = like(keystr(path, simple=True, separator="/"), x.shape, known)
+            return NamedSharding(self._mesh, PartitionSpec() if spec is None else spec)
+
+        with compat.evaluating():
+            try:
+                shapes = jax.eval_shape(make, values)
+            except jax.errors.ConcretizationTypeError:  # it looks at what it computes
+                return make(values)
+            if not jax.tree.leaves(shapes):
+                return shapes  # nothing but structure
+            return made_in_parts(make, tree_map_with_path(sharding, shapes), values)
 
     def layout_of(self, name: str, value: Any) -> NamedSharding:
         """The layout of a variable: by its name, that of its neighbour or of its value, or whole."""

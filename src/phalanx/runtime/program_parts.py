@@ -33,10 +33,10 @@ def needed_for(closed: Any, outputs: Sequence[int]) -> tuple[Any, list[int]]:
     return part, [i for i, is_needed in enumerate(needed) if is_needed]
 
 
-def requested(operands: Sequence[Any], place: int, shape: Sequence[int], dtype: Any) -> Any:
+def requested(operands: Sequence[Any], place: Any, shape: Sequence[int], dtype: Any) -> Any:
     """Stands in a program for what must be fetched, given operands, before the rest of it runs.
 
-    See `with_requests`.
+    `place` tells requests apart, and can be hashed. See `with_requests`.
     """
     arrays = [jnp.asarray(x) for x in operands]
     return _request().bind(*arrays, place=place, shape=tuple(shape), dtype=jnp.dtype(dtype))
@@ -49,6 +49,15 @@ def _request() -> Any:
         lambda x, *_, place, shape, dtype: x.update(shape=shape, dtype=dtype, weak_type=False)
     )
     return request
+
+
+def holds_request(eqn: Any) -> bool:
+    """Whether something is requested in a program within an equation, such as the body of a loop."""
+    return any(
+        inner.primitive.name == REQUEST or holds_request(inner)
+        for part in compat.sub_jaxprs(eqn)
+        for inner in getattr(part, "jaxpr", part).eqns
+    )
 
 
 def with_requests(closed: Any) -> tuple[Any, list[tuple[int, int]]]:

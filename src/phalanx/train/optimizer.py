@@ -27,6 +27,7 @@ from phalanx.runtime.formatting import shown
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.train.accumulate import accumulated
 from phalanx.train.gradient_communication import GradientCommunication, dense
+from phalanx.train.making_states import made_state
 from phalanx.train.optimizer_arguments import (
     check_extra,
     check_known,
@@ -36,7 +37,7 @@ from phalanx.train.optimizer_arguments import (
     raise_missing,
 )
 from phalanx.train.optimizer_counting import CountingOptimizer
-from phalanx.train.optimizer_state import asks_for_more, present_value, slot_name, with_rate
+from phalanx.train.optimizer_state import asks_for_more, with_rate
 from phalanx.train.optimizer_updates import Updates
 from phalanx.train.precision import LossScale
 from phalanx.train.server_updates import ServerUpdates
@@ -163,14 +164,11 @@ class Optimizer(CountingOptimizer):
             return
         mode = ctx.default_mode() if strategy is ctx.default_mode().strategy else ctx.Mode(strategy)
         with ctx.push(mode), jax.ensure_compile_time_eval():
-            values = [jnp.asarray(present_value(v)) for v in listed]
-            state = with_rate(self.transform.init(values), self._rate)
-            named = jax.tree_util.tree_map_with_path(
-                functools.partial(slot_name, [v.name for v in listed]), state
-            )
-            self._state = jax.tree.map(
-                lambda x, name: Variable(x, trainable=False, name=name), state, named
-            )
+
+            def init(values: Any) -> Any:
+                return with_rate(self.transform.init(values), self._rate)
+
+            self._state = made_state(init, listed, strategy, self.shard)
             self._count(strategy)
             if self.loss_scale is not None:
                 self.loss_scale.build()

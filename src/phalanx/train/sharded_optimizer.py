@@ -77,7 +77,7 @@ class ShardedUpdates:
         parts = self._members.parts
         check_slices(variables, parts)
         for slot in jax.tree.leaves(state):
-            if sharding.divides(slot):
+            if sharding.divides(slot) and not isinstance(slot, SlicedVariable):
                 slice_variable(slot, parts)
         if self._level == 3:
             end_programs(variables)

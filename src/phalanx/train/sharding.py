@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +96,10 @@ class OptimizerSharding:
 
     def divides(self, x: Any) -> bool:
         """Whether an array is large enough to be divided."""
-        if compat.is_key_array(x) or not jnp.ndim(x):
+        if compat.is_key_array(x) or not x.shape:
             return False
-        return jnp.size(x) > 1 and jnp.size(x) * jnp.dtype(x.dtype).itemsize >= self.threshold * 1024
+        size = math.prod(x.shape)
+        return size > 1 and size * jnp.dtype(x.dtype).itemsize >= self.threshold * 1024
 
 
 def as_sharding(shard: Any) -> OptimizerSharding | None:

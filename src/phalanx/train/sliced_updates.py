@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from phalanx.core.slicing import Members, Slicing
+from phalanx.errors import UnsupportedError
 from phalanx.runtime import compat, program_parts
 
 _ELEMENTWISE = frozenset(
@@ -68,7 +69,7 @@ def run_on_slices(
     args: tuple[Any, ...],
     wanted: Any,
     members: Members,
-    fetch: Callable[[int, Sequence[Any]], Any] | None = None,
+    fetch: Callable[[Any, Sequence[Any]], Any] | None = None,
 ) -> tuple[Any, list[str]]:
     """What a function of whole arrays gives, computed on slices.
 
@@ -77,8 +78,8 @@ def run_on_slices(
         args: its arguments; `Sliced` values stand for arrays. Others are the same on all replicas.
         wanted: for each result, in a nest like that of the function, whether it is wanted in slices.
         members: the replicas.
-        fetch: gives what the function requests (`program_parts.requested`), from the number of a place
-            and its operands, as they are.
+        fetch: gives what the function requests (`program_parts.requested`), from a place and its
+            operands, as they are.
 
     Returns:
         The results, `Sliced` where that is wanted, and the names of the operations for which arrays had
@@ -106,7 +107,7 @@ class _Run:
     """Runs a program on slices."""
 
     def __init__(
-        self, members: Members, fetch: Callable[[int, Sequence[Any]], Any] | None = None
+        self, members: Members, fetch: Callable[[Any, Sequence[Any]], Any] | None = None
     ) -> None:
         self._members, self._fetch = members, fetch
         self.gathered: list[str] = []
@@ -163,7 +164,15 @@ class _Run:
         shape = tuple(eqn.outvars[0].aval.shape)
         if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape and shape:
             return [_Filled(self.whole(operands[0]), shape)]
-        if not any(isinstance(x, special) for x in operands):
+        holds_request = self._fetch is not None and program_parts.holds_request(eqn)
+        if holds_request and name != "cond" and name not in _CALLS:
+            raise UnsupportedError(
+                f"A step with a parallel optimizer differentiates a loss inside `{name}`. Parameters "
+                "are in slices, gathered outside of loops only. Call value_and_grad outside, "
+                "with micro_batches=… to add up gradients over pieces of a batch; or let the loop call "
+                f"the whole step. Received: value_and_grad inside {name}"
+            )
+        if not holds_request and not any(isinstance(x, special) for x in operands):
             return program_parts.eval_equation(jaxpr, eqn, operands)
         if name in _CALLS:
             return self.program(eqn.params[_CALLS[name]], operands)
