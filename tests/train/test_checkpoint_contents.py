@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import phalanx as px
 from phalanx.core.regions import Box, Flat, assemble, cut, region_of
-from phalanx.train import checkpoint_files
+from phalanx.train.checkpoints import files
 
 
 class Counter:
@@ -237,13 +237,13 @@ def test_arrays_may_be_donated_while_they_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs of JAX give their parameters to the next step, which overwrites them."""
-    gate, begin = threading.Event(), checkpoint_files.begin
+    gate, begin = threading.Event(), files.begin
 
     def when_donated(path: Path) -> Path:
         gate.wait(60)
         return begin(path)
 
-    monkeypatch.setattr(checkpoint_files, "begin", when_donated)
+    monkeypatch.setattr(files, "begin", when_donated)
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     params = {
         "whole": jnp.arange(6.0),
