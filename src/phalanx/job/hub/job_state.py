@@ -5,8 +5,7 @@ tasks, or stays an observer, which may only ask. Every event returns what must b
 are no sockets, threads or clocks in here: the time is an argument.
 
 A job has one failure, the first. Every member that is there is told once, and every member that comes
-later is told when it comes. What goes wrong afterwards is mostly an echo of the first failure, and is
-told to none.
+later is told when it comes. What goes wrong afterwards is mostly an echo of it, and is told to none.
 """
 
 from __future__ import annotations
@@ -321,9 +320,8 @@ class JobState:
     def _tell(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         name = fields.label(message, "name")
         news = {"type": "told", "name": name, "value": message.get("value"), "rank": record.rank}
-        return [
-            out for other in self._joined() if other is not record for out in self._answer(other, news)
-        ]
+        others = [other for other in self._joined() if other is not record]
+        return [out for other in others for out in self._answer(other, news)]
 
     def notice(self, name: str, value: Any) -> list[Out]:
         """The launcher has something to tell all members."""
