@@ -116,8 +116,8 @@ def slices_program(
 ) -> tuple[Any, list[jax.Array], Any]:
     """The program in which each replica of this process makes its part of a state.
 
-    A whole parameter may be read in it. What is divided is never whole, unless `init` computes whole
-    arrays by something other than elementwise arithmetic.
+    A whole parameter may be read in it. Arrays that are divided are never whole, unless `init` computes
+    them by something other than elementwise arithmetic.
 
     Returns:
         The program, its arguments, and the shapes of the whole state.
