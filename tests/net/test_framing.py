@@ -131,7 +131,17 @@ def test_memory_that_is_not_there_is_an_error_of_the_peer() -> None:
         raise MemoryError
 
     with pytest.raises(ProtocolError, match="no memory"):
-        feed(Decoder(LIMITS, allocate), head(0, 10))
+        feed(Decoder(Limits(buffers=1 << 20, most=1), allocate), head(0, 1 << 18))
+
+
+def test_a_small_message_that_comes_in_pieces_needs_no_memory_of_its_own() -> None:
+    def allocate(size: int) -> memoryview:
+        raise MemoryError
+
+    message = Message({"a": 1}, [b"first", bytes(20_000), b""], 7)
+    for cut in (1, 1000, 1 << 20):
+        found = feed(Decoder(LIMITS, allocate), joined(message, message), [cut])
+        assert [plain(x) for x in found] == [plain(message)] * 2
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ def test_memory_is_aligned_and_used_again() -> None:
     pool = BufferPool()
     places = set()
     for _ in range(100):
-        array = pool.array((1 << 12, 5), np.dtype("bfloat16"))
+        array = pool.array((1 << 13, 5), np.dtype("bfloat16"))
         assert array.ctypes.data % 64 == 0
-        assert array.shape == (1 << 12, 5)
+        assert array.shape == (1 << 13, 5)
         places.add(array.ctypes.data)
     assert len(places) <= 2
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from phalanx.core import traced_variables, transactions
 from phalanx.core.distributed_variables import CopiedVariable
 from phalanx.core.padding import Padded, Shape
-from phalanx.core.structure import leaves, replace_leaves
+from phalanx.core.structure import is_leaf, leaves, replace_leaves
 from phalanx.core.values import Layout, Mirrored, PerReplica
 from phalanx.core.variables import Variable
 from phalanx.execution.call_arguments import Pattern
@@ -268,14 +268,14 @@ class Result:
         self._nest = replace_leaves(nest, self._leaves)
         is_single = self._nest is None and len(self._makers) == 1
         self._single = self._makers[0][1] if is_single else None
-        self._is_none = nest is None
+        self._is_constant = is_leaf(nest) and not self._makers and not self._references
 
     def rebuild(self, outputs: Sequence[jax.Array]) -> Any:
         """The results again, around computed arrays."""
         if self._single is not None:
             return self._single(outputs[0])
-        if self._is_none:
-            return None
+        if self._is_constant:
+            return self._nest
         new = list(self._leaves)
         for (i, make), output in zip(self._makers, outputs, strict=True):
             new[i] = make(output)

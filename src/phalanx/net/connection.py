@@ -20,9 +20,12 @@ _LARGEST_BACKLOG = 32 << 20  # bytes that may wait for a peer that does not read
 
 def flush(sock: socket.socket, queue: SendQueue) -> None:
     """Send what a socket that does not block takes."""
-    with contextlib.suppress(BlockingIOError):
+    try:
         while queue:
-            queue.sent(sock.sendmsg(queue.views(_MOST)))
+            views = queue.views(_MOST)
+            queue.sent(sock.send(views[0]) if len(views) == 1 else sock.sendmsg(views))
+    except BlockingIOError:
+        pass
 
 
 class Connection:
@@ -59,6 +62,7 @@ class Connection:
         self._queue = SendQueue()
         self._is_receiving = False
         self.is_closed = False
+        self._mask = READ  # what the loop waits for
         loop.watch(sock, READ, self._on_ready)
 
     def send(self, fields: Mapping[str, Any], buffers: Sequence[Any] = (), number: int = 0) -> None:
@@ -96,7 +100,9 @@ class Connection:
             self.close(UnavailableError("The peer does not read what it is sent."))
             return
         mask = (READ if reads else 0) | (WRITE if self._queue else 0)
-        self._loop.watch(self.socket, mask, self._on_ready)
+        if mask != self._mask:
+            self._mask = mask
+            self._loop.watch(self.socket, mask, self._on_ready)
 
     def _on_ready(self, mask: int) -> None:
         if mask & WRITE:

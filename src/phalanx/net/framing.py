@@ -8,6 +8,7 @@ Buffers are not copied on their way out, and large ones are received where they 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
@@ -21,11 +22,13 @@ from phalanx.runtime.formatting import shown
 
 _MARK = b"plx2"
 _PREFIX = struct.Struct("!4sIII")
+_SMALLEST = _PREFIX.size
 _SIZE = 8  # bytes of the size of a buffer
 _LONGEST_NUMBER = 100  # digits; then it can still become a number with a fraction
-_SMALL = 32 << 10  # bytes of buffers that need no memory of their own kind
+_SMALL = 48 << 10  # bytes of a message that are copied out of the stage at once
 _STAGE = 64 << 10  # bytes that are read ahead of knowing where they belong
-_JOINED = 4 << 10  # bytes of buffers that are cheaper to copy than to send on their own
+JOINED = 48 << 10
+"""Bytes of buffers that are cheaper to copy than to send on their own."""
 _MOST_BUFFERS = 32  # of one call of the system
 
 
@@ -57,26 +60,32 @@ def encode(message: Message, limits: Limits) -> list[memoryview]:
     """
     fields, buffers, number = message
     body = _body(fields) if fields else b""
-    views = [_flat(b) for b in buffers]
-    sizes = [len(v) for v in views]
-    if len(body) > limits.fields or sum(sizes) > limits.buffers or len(sizes) > limits.most:
+    views = [b if type(b) is bytes else _flat(b) for b in buffers]
+    sizes = list(map(len, views))
+    count, total = len(sizes), sum(sizes)
+    if len(body) > limits.fields or total > limits.buffers or count > limits.most:
         raise InvalidValueError(
             f"Values that workers exchange must be small, at most {limits.fields} bytes, with at most "
             f"{limits.most} buffers of {limits.buffers} bytes. "
-            f"Received: {len(body)} bytes and {len(sizes)} buffers of {sum(sizes)} bytes"
+            f"Received: {len(body)} bytes and {count} buffers of {total} bytes"
         )
-    prefix = _PREFIX.pack(_MARK, number, len(body), len(sizes))
-    if not sizes:
-        return [memoryview(prefix + body)]
-    head = prefix + struct.pack(f"!{len(sizes)}Q", *sizes) + body
-    if sum(sizes) <= _JOINED:
-        return [memoryview(b"".join((head, *views)))]
-    return [memoryview(head), *(v for v in views if len(v))]
+    head = _PREFIX.pack(_MARK, number, len(body), count)
+    if count:
+        head += _sizes(count).pack(*sizes)
+    if total <= JOINED:
+        return [memoryview(b"".join((head, body, *views)))]
+    return [memoryview(head + body), *(memoryview(v) for v in views if len(v))]
 
 
 def renumbered(frame: bytes, number: int) -> bytes:
     """The bytes of a message with another number."""
     return b"".join((_MARK, number.to_bytes(4, "big"), frame[8:]))
+
+
+@functools.lru_cache(maxsize=256)
+def _sizes(count: int) -> struct.Struct:
+    """How the sizes of so many buffers are packed."""
+    return struct.Struct(f"!{count}Q")
 
 
 def _flat(buffer: Any) -> memoryview:
@@ -193,6 +202,8 @@ class Decoder:
     def next(self) -> Message | None:
         """The next message, once all of it is there."""
         if self._message is None:
+            if self._stop - self._start < _SMALLEST:
+                return None
             self._message = self._head()
             if self._message is None:
                 return None
@@ -242,8 +253,6 @@ class Decoder:
     def _head(self) -> Message | None:
         """A message whose buffers are still to be filled, once everything before them is there."""
         held = self._stop - self._start
-        if held < _PREFIX.size:
-            return None
         mark, number, length, count = _PREFIX.unpack_from(self._stage, self._start)
         limits = self._limits
         if mark != _MARK:
@@ -257,18 +266,25 @@ class Decoder:
             self._make_room(size)
             return None
         at = self._start + _PREFIX.size
-        sizes = struct.unpack_from(f"!{count}Q", self._stage, at) if count else ()
-        at += count * _SIZE
+        sizes, total = (), 0
+        if count:
+            sizes = _sizes(count).unpack_from(self._stage, at)
+            total = sum(sizes)
+            if total > limits.buffers:
+                raise ProtocolError(f"A peer announced buffers of {total} bytes, which is too long.")
+            if total <= _SMALL and held < size + total <= _STAGE:  # the rest is about to come
+                self._make_room(size + total)
+                return None
+            at += count * _SIZE
         fields = fields_of(bytes(self._stage[at : at + length])) if length else {}
         self._start = at + length
-        return Message(fields, self._open(sizes) if sizes else [], number)
+        if not count:
+            return Message(fields, [], number)
+        is_here = total <= _SMALL and held >= size + total
+        return Message(fields, self._taken(sizes) if is_here else self._open(sizes, total), number)
 
-    def _open(self, sizes: Sequence[int]) -> list[memoryview]:
-        total = sum(sizes)
-        if total > self._limits.buffers:
-            raise ProtocolError(f"A peer announced buffers of {total} bytes, which is too long.")
-        if total <= self._stop - self._start and max(sizes) < _SMALL:
-            return self._taken(sizes)
+    def _open(self, sizes: Sequence[int], total: int) -> list[memoryview]:
+        """Memory for buffers, most of which are still to come."""
         try:
             buffers = [self._allocate(size) for size in sizes]
         except MemoryError:

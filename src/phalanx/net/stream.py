@@ -17,7 +17,6 @@ from phalanx.net.framing import Decoder, Limits, Message, SendQueue, encode
 
 _TICK = 0.25  # seconds after which a wait looks at its deadline
 _REMINDER = 4.5  # seconds
-_JOINED = 64 << 10  # bytes of a message that are cheaper to copy than to send in pieces
 _MOST = 4 << 20  # bytes of one call of the system
 _TIMEVAL = struct.Struct("@ll")
 
@@ -45,11 +44,12 @@ class Stream:
             timeout: seconds within which the peer must take something.
         """
         pieces = encode(Message({}, buffers, number), self._limits)
-        if len(pieces) > 1 and sum(map(len, pieces)) <= _JOINED:
-            pieces = [memoryview(b"".join(pieces))]
         try:
             if len(pieces) == 1:
-                sent = self._try(self.socket.send, pieces[0])
+                try:
+                    sent = self.socket.send(pieces[0])
+                except BlockingIOError:
+                    sent = 0
                 self.bytes_out += sent
                 if sent == len(pieces[0]):
                     return
@@ -64,20 +64,16 @@ class Stream:
         queue.extend(pieces)
         end = time.monotonic() + timeout
         while queue:
-            sent = self._try(self.socket.sendmsg, queue.views(_MOST))
+            try:
+                sent = self.socket.sendmsg(queue.views(_MOST))
+            except BlockingIOError:
+                sent = 0
             queue.sent(sent)
             self.bytes_out += sent
             if sent:
                 end = time.monotonic() + timeout
             elif time.monotonic() > end:
                 raise DeadlineExceededError(f"The peer took nothing for {timeout:g} seconds.")
-
-    @staticmethod
-    def _try(send: Any, data: Any) -> int:
-        try:
-            return int(send(data))
-        except BlockingIOError:
-            return 0
 
     def receive(self, timeout: float, remind: Callable[[float], None] | None = None) -> Message:
         """The next message; `DeadlineExceededError` if nothing comes for so many seconds.

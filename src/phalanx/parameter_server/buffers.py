@@ -17,7 +17,7 @@ import numpy as np
 
 __all__ = ["BufferPool", "is_shared"]
 
-_LARGE = 32 << 10  # bytes; smaller ones are cheaper to make than to look for
+_LARGE = 64 << 10  # bytes; smaller ones are cheaper to make than to look for
 _PAGE = 4 << 10
 _TRIES = 8  # to find one that is free, among thousands that may be in use
 

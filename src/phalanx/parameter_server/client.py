@@ -29,7 +29,7 @@ from phalanx.parameter_server.requests import (
 )
 from phalanx.parameter_server.server_link import ServerLink
 from phalanx.parameter_server.store import Outcome
-from phalanx.parameter_server.updates import checked, has_dtype
+from phalanx.parameter_server.updates import checked, dtype_named, has_dtype
 from phalanx.parameter_server.wire import Kind, Where
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.host_memory import expect_input
@@ -145,23 +145,21 @@ class ServerConnections:
 
     def _pull(self, reads: Sequence[Read], after: Sequence[Token]) -> list[Array]:
         parts: dict[int, list[int]] = {}
-        for i, read in enumerate(reads):
-            parts.setdefault(read.variable.server, []).append(i)
-        known = [
-            self._known.get(variable.id, _UNKNOWN) if rows is None else _UNKNOWN
-            for variable, rows in reads
-        ]
-        rooms = [
-            None if rows is not None else self._room(variable, version)
-            for (variable, rows), (version, _) in zip(reads, known, strict=True)
-        ]
+        known: list[tuple[int, Any]] = []
+        rooms: list[Room | None] = []
+        for i, (variable, rows) in enumerate(reads):
+            parts.setdefault(variable.server, []).append(i)
+            before = _UNKNOWN if rows is not None else self._known.get(variable.id, _UNKNOWN)
+            known.append(before)
+            rooms.append(self._room(variable) if before[0] else None)
         answers: dict[int, Any] = {}
         for server, part in parts.items():
             link = self._links[server]
+            asked = []
             for i in part:
                 if (room := rooms[i]) is not None and not link.has(room):
-                    rooms[i] = None
-            asked = [(reads[i], known[i][0], -1 if (r := rooms[i]) is None else r.place) for i in part]
+                    room = rooms[i] = None
+                asked.append((reads[i], known[i][0], -1 if room is None else room.place))
             link.ask(wire.pull(asked, after), partial(answers.__setitem__, server))
         self._commits.flush()
         found: list[Any] = [None] * len(reads)
@@ -179,10 +177,8 @@ class ServerConnections:
                     found[i] = self._array(reads[i], version, buffer)
         return found
 
-    def _room(self, variable: VariableDefinition, known: int) -> Room | None:
-        """Where a large value can be written, if it is one that was read before and has changed."""
-        if not known:
-            return None
+    def _room(self, variable: VariableDefinition) -> Room | None:
+        """Where the value of a variable that was read before can be written, if it is large."""
         size = self._known[variable.id][1].nbytes
         return self._links[variable.server].room(size) if size >= LARGE else None
 
@@ -200,11 +196,11 @@ class ServerConnections:
     def _array(self, read: Read, version: int, buffer: Any) -> Array:
         variable, rows = read
         shape = variable.shape if rows is None else (len(rows), *variable.shape[1:])
-        array = wire.array_of(buffer, np.dtype(variable.dtype), shape)
+        array = wire.array_of(buffer, dtype_named(variable.dtype), shape)
         if rows is None:
             array.setflags(write=False)  # it may be given again
-        if rows is None and version:  # else it is what only this task sees
-            self._known[variable.id] = (version, array)
+            if version:  # else it is what only this task sees
+                self._known[variable.id] = (version, array)
         return array
 
     # -- writing -----------------------------------------------------------------------------------

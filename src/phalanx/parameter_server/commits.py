@@ -26,7 +26,7 @@ __all__ = ["Commits", "Push"]
 _MOST_PENDING = 64  # requests to a server that wait for their answers before some are looked for
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Push:
     """A commit on its way.
 

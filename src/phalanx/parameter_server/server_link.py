@@ -96,10 +96,7 @@ class ServerLink:
     def ask(self, buffers: list[Any], then: Callable[[Any], None], *, hold: bool = False) -> None:
         """Send a request, now or with the next one; `then` gets the buffers of its answer."""
         request = ServerRequest(buffers, then)
-        size = 0
-        for buffer in buffers:
-            size += len(buffer)
-        if size >= _LARGE:
+        if sum(map(len, buffers)) >= _LARGE:
             buffers = self._laned(request)
             hold = False  # the server may begin
         self.pending.append(request)
@@ -149,6 +146,8 @@ class ServerLink:
         """Take the next answer if it is there; whether it was."""
         if self._stream is None:
             self._reach()
+        elif not self._counts:  # nothing was sent that could be answered
+            return False
         assert self._stream is not None
         try:
             message = self._stream.poll()
@@ -172,9 +171,10 @@ class ServerLink:
         count = self._counts.popleft()
         answers = [message.buffers] if count == 1 else wire.read_several(message.buffers)
         requests = [self.pending.popleft() for _ in answers]
-        for request in requests:
-            if request.mark and self._lane is not None:
-                self._lane.release(request.mark)
+        if self._lane is not None:
+            for request in requests:
+                if request.mark:
+                    self._lane.release(request.mark)
         failure: Exception | None = None
         for request, answer in zip(requests, answers, strict=True):
             try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ _MOST_FREED = 4096  # variables that were freed and are remembered
 _NOTHING: tuple[Sequence[Update], bytes] = ((), b"")
 
 
-class Outcome(Enum):
+class Outcome(IntEnum):
     """What a server does with a request."""
 
     DONE = 0

@@ -7,6 +7,7 @@ left out, and an index may occur several times.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from phalanx.errors import InvalidArgumentError
 from phalanx.parameter_server.requests import Update, VariableDefinition
 from phalanx.runtime.formatting import shown
 
-__all__ = ["APPLY", "METHODS", "apply_update", "checked"]
+__all__ = ["APPLY", "CODES", "METHODS", "apply_update", "checked"]
 
 Array = np.ndarray[Any, Any]
 
@@ -33,6 +34,8 @@ _SPARSE: dict[str, Any] = {
 }
 METHODS = (*_DENSE, *_SPARSE, "scatter_div", "scatter_update", APPLY)
 """What an update can do, in an order that never changes: logs refer to it."""
+CODES = {method: i for i, method in enumerate(METHODS)}
+"""The number of each method."""
 
 _BOOLS = {"assign_sub", "scatter_sub", "scatter_div", APPLY}  # which truth values cannot do
 
@@ -40,8 +43,8 @@ _BOOLS = {"assign_sub", "scatter_sub", "scatter_div", APPLY}  # which truth valu
 def checked(update: Update) -> Update:
     """An update whose arrays are as servers want them; an error if it makes no sense."""
     definition, method, values, indices, optimizer = update
-    dtype, shape = np.dtype(definition.dtype), definition.shape
-    if method not in METHODS or (dtype.kind == "b" and method in _BOOLS):
+    dtype, shape = dtype_named(definition.dtype), definition.shape
+    if method not in CODES or (dtype.kind == "b" and method in _BOOLS):
         raise InvalidArgumentError(
             f"Variables of dtype {definition.dtype} on parameter servers have no such method. "
             f"Received: {shown(method)} for {shown(definition.name)}"
@@ -63,13 +66,23 @@ def checked(update: Update) -> Update:
             f"{method} of variable {shown(definition.name)}, whose shape is {list(shape)}, got arrays "
             f"that do not fit. Received: values of shape {list(values.shape)} and {of_indices}"
         )
+    if values is update.values and indices is update.indices:
+        return update
     return Update(definition, method, values, indices, optimizer)
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The dtype of a name, as NumPy or JAX has it."""
+    return np.dtype(name)
 
 
 def _as_array(given: Any, dtype: np.dtype[Any], kind: type = np.generic) -> Array:
     array = np.asarray(given)
     if array.dtype == dtype and array.flags.c_contiguous:
         return array
+    if array.dtype.kind == dtype.kind == "i" and array.itemsize <= dtype.itemsize:
+        return array.astype(dtype, "C")
     if not np.issubdtype(array.dtype, kind) and array.size:
         raise InvalidArgumentError(f"Indices must be integers. Received: {array.dtype}")
     with np.errstate(all="ignore"):
@@ -128,21 +141,26 @@ def has_duplicates(indices: Array) -> bool:
 
 def existing_rows(indices: Array, count: int) -> tuple[Array, Array | None]:
     """Indices from 0 on of rows that exist, and where those are; None for all of them."""
-    if are_rows(indices, count):
-        return indices, None
-    indices = np.where(indices < 0, indices + count, indices)
     exist = (_unsigned(indices) < count).nonzero()[0]
+    if len(exist) == len(indices):
+        return indices, None
+    if indices.dtype.kind == "i" and np.minimum.reduce(indices) < 0:
+        indices = np.where(indices < 0, indices + count, indices)
+        exist = (_unsigned(indices) < count).nonzero()[0]
     return indices.take(exist), exist
 
 
 def are_rows(indices: Array, count: int) -> bool:
     """Whether all indices are those of rows, from 0 on."""
-    return not len(indices) or bool(_unsigned(indices).max() < count)
+    return not len(indices) or bool(np.maximum.reduce(_unsigned(indices), axis=None) < count)
 
 
 def _unsigned(indices: Array) -> Array:
     """Integers of which negative ones have become larger than any index."""
-    return indices.view(f"u{indices.itemsize}") if indices.dtype.kind == "i" else indices
+    return indices.view(_UNSIGNED[indices.itemsize]) if indices.dtype.kind == "i" else indices
+
+
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 def existing(indices: Array, values: Array, count: int) -> tuple[Array, Array]:

@@ -6,10 +6,12 @@ neither copied nor converted. Logs of servers hold the same buffers.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import struct
 from collections.abc import Callable, Sequence
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +26,7 @@ from phalanx.parameter_server.requests import (
     VariableDefinition,
 )
 from phalanx.parameter_server.store import Outcome, Trace, bytes_of
-from phalanx.parameter_server.updates import METHODS
+from phalanx.parameter_server.updates import CODES, METHODS, dtype_named
 
 __all__ = ["LIMITS", "Kind", "Wanted", "Where", "bytes_of"]
 
@@ -92,13 +94,17 @@ def array_of(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array
     if not len(buffer):
         return np.empty(shape, dtype)
     try:
-        return np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape)
+        array: Array = np.frombuffer(buffer, dtype)
+        return array if array.shape == shape else array.reshape(shape)
     except ValueError as error:
         raise ProtocolError(f"A peer sent an array of another size than it said: {error}") from None
 
 
 def _indices(buffer: Any) -> Array:
-    return array_of(buffer, np.dtype(np.int64), (len(buffer) // 8,))
+    return array_of(buffer, _INT64, (len(buffer) // 8,))
+
+
+_INT64 = np.dtype(np.int64)
 
 
 # -- rare requests are JSON ----------------------------------------------------------------------------
@@ -181,15 +187,20 @@ def several(requests: Sequence[Buffers]) -> list[Any]:
     >>> read_several(several([[b"one"], [b"two", b"three"]]))
     [[b'one'], [b'two', b'three']]
     """
-    counts = struct.pack(f"<B{len(requests)}H", Kind.SEVERAL, *map(len, requests))
-    return [counts, *(buffer for request in requests for buffer in request)]
+    counts = _counts(len(requests)).pack(Kind.SEVERAL, *map(len, requests))
+    return [counts, *itertools.chain.from_iterable(requests)]
 
 
-def read_several(buffers: Buffers) -> list[list[Any]]:
+@functools.lru_cache(maxsize=256)
+def _counts(count: int) -> struct.Struct:
+    return struct.Struct(f"<B{count}H")
+
+
+def read_several(buffers: Buffers) -> list[Buffers]:
     """The requests, or answers, of a message."""
     found, at = [], 1
     for (count,) in _unpacked(_COUNT, buffers[0], 1):
-        found.append(list(buffers[at : at + count]))
+        found.append(buffers[at : at + count])
         at += count
     if at != len(buffers) or not all(found):
         raise ProtocolError("A peer sent several requests that do not fit their message.")
@@ -208,7 +219,7 @@ class Wanted(NamedTuple):
     place: int
 
 
-class Where(Enum):
+class Where(IntEnum):
     """Where the value of a variable is that was read."""
 
     KNOWN = 0  # to the task
@@ -250,7 +261,7 @@ def read_pull(buffers: Buffers) -> tuple[list[Wanted], list[Token]]:
 def pulled(values: Sequence[tuple[int, Where, Any]]) -> list[Any]:
     """The answer: versions, where the values are, and the bytes of those that are in it."""
     packed = [b"\x00"]
-    packed += [_GIVEN.pack(version, _WHERE[where]) for version, where, _ in values]
+    packed += [_GIVEN.pack(version, where) for version, where, _ in values]
     return [b"".join(packed), *(value for _, where, value in values if where is Where.HERE)]
 
 
@@ -270,9 +281,6 @@ def _place_of(number: int) -> Where:
         raise ProtocolError(f"A peer sent what cannot be read: {number}") from None
 
 
-_WHERE = {where: where.value for where in Where}
-
-
 # -- writing -------------------------------------------------------------------------------------------
 
 
@@ -282,8 +290,7 @@ def push(kind: Kind, token: Token, updates: Sequence[Update], value: bytes = b""
     buffers: list[Any] = [value]
     for variable, method, values, indices, number in updates:
         dims = _SAME if values.shape == variable.shape or indices is not None else values.ndim
-        index = METHODS.index(method)
-        packed.append(_UPDATE.pack(variable.id, index, indices is not None, dims, number))
+        packed.append(_UPDATE.pack(variable.id, CODES[method], indices is not None, dims, number))
         if dims != _SAME:
             packed.append(struct.pack(f"<{dims}Q", *values.shape))
         buffers.append(bytes_of(values))
@@ -312,7 +319,7 @@ def read_push(
             if has_indices:
                 indices = _indices(_next(arrays))
                 shape = (len(indices), *shape[1:])
-            array = array_of(values, np.dtype(definition.dtype), shape)
+            array = array_of(values, dtype_named(definition.dtype), shape)
             updates.append(Update(definition, METHODS[method], array, indices, number))
         return Token(closure, attempt), updates, bytes(buffers[1])
     except (struct.error, ValueError, IndexError) as error:
