@@ -11,7 +11,7 @@ from tests.integrations.estimator.cases import input_fn, made, model_fn, weights
 
 def synchronous(folder: Path) -> None:
     """Workers train together; an evaluator follows."""
-    estimator = made(folder, px.MultiWorkerMirroredStrategy, save_checkpoints_steps=3)
+    estimator = made(folder, px.MultiWorkerMirroredStrategy, save_checkpoints_secs=1e-4)
     results = px.estimator.train_and_evaluate(
         estimator,
         px.estimator.TrainSpec(input_fn, max_steps=7),
@@ -25,9 +25,7 @@ def synchronous(folder: Path) -> None:
     assert weights(estimator)["global_step"] == 7
     estimator.train(input_fn, steps=1)  # a second time, with the same processes
     loss = estimator.evaluate(input_fn)["loss"]  # together
-    by_time = made(folder / "by_time", px.MultiWorkerMirroredStrategy, save_checkpoints_secs=0.001)
-    by_time.train(input_fn, steps=2)
-    saved = sorted(path.name for path in (folder / "by_time").glob("model.ckpt-*"))
+    saved = sorted(path.name for path in folder.glob("model.ckpt-*"))
     print(f"chief {estimator.config.is_chief}, loss {loss:.6f}, {saved}", flush=True)
 
 

@@ -319,7 +319,7 @@ class Estimator:
         if model.strategy.extended.should_save_summary and _writes(self._config):
             with summaries(self.eval_dir(name)) as write:
                 for key, value in results.items():
-                    if key != "global_step":
+                    if isinstance(value, float):
                         write(key, value, step)
         _log.info("Evaluated step %d: %s", step, results)
         return results

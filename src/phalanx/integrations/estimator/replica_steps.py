@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from phalanx.core import context as ctx
 from phalanx.core.options import VariableAggregation
@@ -181,15 +182,21 @@ class ReplicaSteps:
         for metric in self.state.metrics.values():
             metric.reset_state()
 
-    def results(self) -> dict[str, float]:
+    def results(self) -> dict[str, Any]:
         """What the metrics say, and the global step."""
-        found = {name: float(metric.result()) for name, metric in sorted(self.state.metrics.items())}
+        found = {name: _plain(metric.result()) for name, metric in sorted(self.state.metrics.items())}
         return {**found, "global_step": int(self.state.global_step)}
 
 
 def _scope(strategy: Strategy) -> Any:
     """The scope of a strategy; of the default one it is none."""
     return ctx.push(ctx.default_mode()) if strategy is ctx.default_mode().strategy else strategy.scope()
+
+
+def _plain(result: Any) -> Any:
+    """A number, or an array of several."""
+    value = np.asarray(result)
+    return float(value) if value.ndim == 0 else value
 
 
 def parts(element: Any) -> tuple[Any, Any]:
