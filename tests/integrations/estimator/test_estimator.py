@@ -98,7 +98,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(tmp_path: Pat
 
 
 def test_the_data_may_end_and_a_warm_start(tmp_path: Path) -> None:
-    first = made(tmp_path / "a").train(lambda: input_fn("eval"))
+    first = made(tmp_path / "a", px.OneDeviceStrategy("CPU:1")).train(lambda: input_fn("eval"))
     assert weights(first)["global_step"] == 3
     config = px.estimator.RunConfig(model_dir=str(tmp_path / "b"))
     params = {"per_example": True, "rate": 0.0}
@@ -115,7 +115,7 @@ def test_input_functions_of_one_pipeline(tmp_path: Path, reference: tuple[Any, A
         size = input_context.get_per_replica_batch_size(8)
         return px.data.Dataset.from_tensor_slices(({"x": X}, Y)).batch(size)
 
-    estimator = made(tmp_path, px.OneDeviceStrategy("CPU:1")).train(per_replica, steps=2)
+    estimator = made(tmp_path, mirrored(2)).train(per_replica, steps=2)
     close(weights(estimator), weights(made(tmp_path / "one").train(input_fn, steps=2)))
 
 
