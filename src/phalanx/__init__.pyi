@@ -6,6 +6,7 @@ from phalanx import (
     coordinator as coordinator,
     data as data,
     errors as errors,
+    estimator as estimator,
     experimental as experimental,
     io as io,
     keras as keras,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,18 @@ from typing import Any
 import jax.numpy as jnp
 
 import phalanx as px
+
+
+def tell_launcher(number: int) -> None:
+    """Send the launcher a signal, and wait until it has sent one to this worker."""
+    reading, writing = socket.socketpair()
+    with reading, writing:
+        writing.setblocking(False)
+        reading.settimeout(60.0)
+        before = signal.set_wakeup_fd(writing.fileno())
+        os.kill(os.getppid(), number)
+        reading.recv(1)
+        signal.set_wakeup_fd(before)
 
 
 def main(folder: str, steps: int, noticed: str) -> None:
@@ -43,9 +56,9 @@ def main(folder: str, steps: int, noticed: str) -> None:
             if noticed == "one worker" and rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             elif noticed == "launcher" and rank == 0:
-                os.kill(os.getppid(), signal.SIGUSR1)
+                tell_launcher(signal.SIGUSR1)
             elif noticed == "whole job" and rank == 0:
-                os.kill(os.getppid(), signal.SIGTERM)
+                tell_launcher(signal.SIGTERM)
     if rank == 0:
         print("total", float(total), "after", handler.total_run_calls, "calls", flush=True)
 

@@ -7,7 +7,9 @@ to run, and a `Ledger` compares it with what the others run.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -66,6 +68,27 @@ def ledger() -> Ledger | None:
 def use_ledger(ledger: Ledger | None) -> None:
     """Let all programs from now on be compared by a ledger, or by none."""
     _Current.ledger = ledger
+
+
+_serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
+
+
+def serial_of(thing: Any) -> int:
+    """A number for the key of a program: that of an object, which no other object ever gets.
+
+    An address is not: an object that is made later may get it, and its program would be taken for one
+    that the workers have compared already.
+
+    >>> import jax
+    >>> first, second = jax.jit(abs), jax.jit(abs)
+    >>> serial_of(first) == serial_of(first), serial_of(first) == serial_of(second)
+    (True, False)
+    """
+    number = _serials.get(thing)
+    if number is None:
+        number = _serials[thing] = next(_numbers)
+    return number
 
 
 def _without_addresses(text: str) -> str:

@@ -21,7 +21,7 @@ from phalanx.core.options import CommunicationOptions
 from phalanx.errors import DivergenceError
 from phalanx.execution.throttle import THROTTLE, token
 from phalanx.job.connection import connected
-from phalanx.job.shared_programs import SharedProgram
+from phalanx.job.shared_programs import SharedProgram, serial_of
 from phalanx.parallel.plan import Plan
 from phalanx.runtime import compat
 from phalanx.runtime.deadlines import limit
@@ -129,7 +129,7 @@ def dispatched(call: Any, args: Sequence[Any], devices: Sequence[jax.Device], na
     if not spans_workers(devices):
         return THROTTLE.dispatch(call, *args)
     leaves = jax.tree.leaves(tuple(args))
-    key = (id(call), tuple((x.shape, x.dtype) for x in leaves))
+    key = (serial_of(call), tuple((x.shape, x.dtype) for x in leaves))
 
     def content() -> str:
         return str(call.lower(*args).as_text())

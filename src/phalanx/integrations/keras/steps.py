@@ -17,7 +17,7 @@ from phalanx.execution.throttle import THROTTLE, token
 from phalanx.integrations.keras import touch_points
 from phalanx.integrations.keras.batches import flatten, key_of, unflatten
 from phalanx.integrations.keras.model_devices import ModelDevices
-from phalanx.job.shared_programs import SharedProgram
+from phalanx.job.shared_programs import SharedProgram, serial_of
 
 _WEIGHTS = ("trainable_variables", "non_trainable_variables")
 PARTS = {
@@ -131,7 +131,7 @@ class ModelStep:
         shared = None
         if self._devices.spans_workers:
             operation = f"{self._name} of the Keras model {self._model.name!r}"
-            shared = SharedProgram((id(self), key), operation, arrays[0], lambda: str(key))
+            shared = SharedProgram((serial_of(self), key), operation, arrays[0], lambda: str(key))
         result: tuple[Any, Any] = THROTTLE.dispatch(program, state, arrays, shared=shared)
         return result
 
@@ -181,7 +181,7 @@ class ModelStep:
             program = jax.jit(lambda xs: (xs, token(True)), out_shardings=out)
             self._programs[kinds] = program
         operation = f"rows for {self._name} of the Keras model {self._model.name!r}"
-        shared = SharedProgram((id(self), kinds), operation, arrays)
+        shared = SharedProgram((serial_of(self), kinds), operation, arrays)
         gathered: list[Any] = THROTTLE.dispatch(program, arrays, shared=shared)
         return gathered
 

@@ -134,11 +134,14 @@ class Proxies:
 
     async def _listen(self) -> None:
         for task in self._targets:
-
-            async def serve(
+            # Not a coroutine: what asyncio does about the end of one complains if it was cancelled, and
+            # one that is cancelled before it has begun cannot close its connection.
+            def serve(
                 reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: str = task
             ) -> None:
-                await self._serve(task, reader, writer)
+                serving = self._loop.create_task(self._serve(task, reader, writer))
+                serving.add_done_callback(lambda _: writer.transport.abort())
+                self._keep(serving)
 
             server = await asyncio.start_server(serve, "127.0.0.1", 0)
             self.addresses[task] = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -1,0 +1,59 @@
+"""Estimators over several processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.estimator.cases import input_fn, made
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(tmp_path: Path, kind: str, *options: str) -> list[str]:
+    program = Path(__file__).with_name("on_workers.py")
+    environment = {
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "run", *options, str(program), kind, str(tmp_path)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_workers_together_and_an_evaluator(tmp_path: Path) -> None:
+    told = run(tmp_path, "synchronous", "-n", "2", "--evaluator")
+    alone = made(tmp_path / "alone").train(input_fn, steps=7)
+    at_seven = alone.evaluate(input_fn)["loss"]
+    alone.train(input_fn, steps=1)
+    at_eight = alone.evaluate(input_fn)["loss"]
+    said = {line.partition("] ")[0][1:]: line.partition("] ")[2] for line in told}
+    assert set(said) == {"evaluator 0", "worker 0", "worker 1"}
+    step = int(said["evaluator 0"].rpartition(" ")[2])
+    assert step in (7, 8)  # the evaluator may be late
+    assert float(said["evaluator 0"].split()[1]) == pytest.approx(
+        {7: at_seven, 8: at_eight}[step], abs=2e-5
+    )
+    for number, chief in ((0, True), (1, False)):
+        text = said[f"worker {number}"]
+        assert text.startswith(f"chief {chief}, ")
+        assert text.endswith(str([f"model.ckpt-{i}" for i in range(4, 9)]))
+        assert float(text.split()[3].rstrip(",")) == pytest.approx(at_eight, abs=2e-5)
+    assert (tmp_path / "eval" / "evaluations.jsonl").read_text().count("\n") >= 1
+
+
+@pytest.mark.soak
+def test_parameter_servers(tmp_path: Path) -> None:
+    assert run(tmp_path, "asynchronous", "-n", "1", "--ps", "1") == ["[chief 0] trained True"]
