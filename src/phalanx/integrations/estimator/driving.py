@@ -13,7 +13,7 @@ from phalanx.integrations.estimator.estimator import Estimator
 from phalanx.integrations.estimator.run_config import RunConfig
 from phalanx.integrations.estimator.specs import EvalSpec, TrainSpec
 from phalanx.runtime.formatting import shown
-from phalanx.train.checkpoint import Checkpoint
+from phalanx.train.checkpoints.checkpoint import Checkpoint
 
 
 def train_and_evaluate(

@@ -34,10 +34,10 @@ from phalanx.job.connection import connected
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.old_parameter_server import OldParameterServerStrategy
 from phalanx.strategies.parameter_server import ParameterServerStrategy
-from phalanx.train.checkpoint import Checkpoint
-from phalanx.train.checkpoint_manager import CheckpointManager
-from phalanx.train.checkpoint_reader import CheckpointReader, load_checkpoint
-from phalanx.train.checkpoint_state import latest_checkpoint
+from phalanx.train.checkpoints.checkpoint import Checkpoint
+from phalanx.train.checkpoints.manager import CheckpointManager
+from phalanx.train.checkpoints.reader import CheckpointReader, load_checkpoint
+from phalanx.train.checkpoints.state import latest_checkpoint
 
 _log = logging.getLogger("phalanx")
 _NAME = "model.ckpt"

@@ -22,7 +22,7 @@ from phalanx.integrations.estimator.named_state import NamedState
 from phalanx.integrations.estimator.run_config import RunConfig
 from phalanx.integrations.estimator.specs import EstimatorSpec, ModeKeys
 from phalanx.runtime.formatting import shown
-from phalanx.train.checkpoint import Checkpoint
+from phalanx.train.checkpoints.checkpoint import Checkpoint
 from phalanx.train.metrics import Mean
 from phalanx.train.optimizer import Optimizer
 
