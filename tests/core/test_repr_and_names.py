@@ -87,7 +87,7 @@ def test_modules_list_what_is_public(module) -> None:
     [
         ("GradientTape", "px.value_and_grad"),
         ("MirorredStrategy", "Did you mean px.MirroredStrategy?"),
-        ("metrics", "px.train"),
+        ("Optimizer", "px.train"),
         ("qwertz", "px has no 'qwertz'."),
     ],
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
-import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,26 @@ import jax.numpy as jnp
 import phalanx as px
 
 
+class Notice(logging.Handler):
+    """Waits until the handler says that there is a notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Look at a message."""
+        if "notice" in record.getMessage():
+            self.seen.set()
+
+
 def tell_launcher(number: int) -> None:
-    """Send the launcher a signal, and wait until it has sent one to this worker."""
-    reading, writing = socket.socketpair()
-    with reading, writing:
-        writing.setblocking(False)
-        reading.settimeout(60.0)
-        before = signal.set_wakeup_fd(writing.fileno())
-        os.kill(os.getppid(), number)
-        reading.recv(1)
-        signal.set_wakeup_fd(before)
+    """Send the launcher a signal, and wait until this worker has heard of it."""
+    notice, log = Notice(), logging.getLogger("phalanx")
+    log.addHandler(notice)
+    os.kill(os.getppid(), number)
+    assert notice.seen.wait(60.0)
+    log.removeHandler(notice)
 
 
 def main(folder: str, steps: int, noticed: str) -> None:

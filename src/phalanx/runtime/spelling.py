@@ -37,9 +37,8 @@ ELSEWHERE = {
 def no_such_name(module: str, name: str, names: Sequence[str]) -> NoReturn:
     """Say that a module does not have a name, and what its user may have meant."""
     text = f"{module} has no {name!r}."
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-    if close:
-        text += f" Did you mean {module}.{close[0]}?"
-    elif name in ELSEWHERE:
+    if name in ELSEWHERE:
         text += f" In Phalanx, {ELSEWHERE[name]}."
+    elif close := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+        text += f" Did you mean {module}.{close[0]}?"
     raise AttributeError(text)
