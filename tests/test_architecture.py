@@ -332,10 +332,6 @@ def test_seed_names_exist() -> None:
 NAMESAKES = {
     # Both are public, and have the names that TensorFlow gives them.
     "Server": {"coordinator/rpc.py", "coordinator/server.py"},
-    # The public one says how a tensor is cut; the other how components lie in a global array.
-    "Layout": {"core/values.py", "parallel/device_layout.py"},
-    # What the one promises, the other does.
-    "Tap": {"core/traced_variables.py", "execution/taps.py"},
     # Both are public, and have the names that Keras gives them: a loss, and its mean as a metric.
     **{
         name: {"train/error_metrics.py", "train/losses.py"}
@@ -348,10 +344,6 @@ NAMESAKES = {
             "SparseCategoricalCrossentropy",
         )
     },
-    # The public one is a metric; the other an action of the coordinator, which stays in its folder.
-    "Recall": {"coordinator/actions.py", "train/confusion_metrics.py"},
-    # The public one is a bar; the other is what the hub knows of each worker.
-    "Progress": {"job/hub/progress.py", "train/progress.py"},
 }
 """Classes of one name, and why there may be two."""
 
