@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import phalanx as px
 from tests.integrations.estimator.cases import input_fn, made, model_fn, weights
+
+
+class StopAfter(px.estimator.SessionRunHook):
+    """Asks to stop when a step is done."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        if run_values.results["global_step"] == self.step:
+            run_context.request_stop()
 
 
 def synchronous(folder: Path) -> None:
@@ -26,6 +38,9 @@ def synchronous(folder: Path) -> None:
     estimator.train(input_fn, steps=1)  # a second time, with the same processes
     loss = estimator.evaluate(input_fn)["loss"]  # together
     saved = sorted(path.name for path in folder.glob("model.ckpt-*"))
+    hooks = [] if estimator.config.is_chief else [StopAfter(10)]  # one worker asks, all of them stop
+    estimator.train(input_fn, hooks, steps=1000)
+    assert weights(estimator)["global_step"] == 10
     print(f"chief {estimator.config.is_chief}, loss {loss:.6f}, {saved}", flush=True)
 
 
@@ -39,7 +54,12 @@ def asynchronous(folder: Path) -> None:
     params = {"per_example": True, "rate": 0.05}
     estimator = px.estimator.Estimator(model_fn, str(folder), config, params)
     specs = px.estimator.TrainSpec(input_fn, max_steps=60), px.estimator.EvalSpec(input_fn)
-    assert px.estimator.train_and_evaluate(estimator, *specs) is None
+    results = px.estimator.train_and_evaluate(estimator, *specs)
+    if config.task_type == "evaluator":
+        assert results is not None
+        print(f"evaluated {results['global_step'] >= 60}, {results['loss'] < 0.4}", flush=True)
+        return
+    assert results is None
     if config.is_chief:
         results = estimator.evaluate(input_fn)
         assert results["global_step"] >= 60, results

@@ -54,6 +54,7 @@ def test_workers_together_and_an_evaluator(tmp_path: Path) -> None:
     assert (tmp_path / "eval" / "evaluations.jsonl").read_text().count("\n") >= 1
 
 
-@pytest.mark.soak
-def test_parameter_servers(tmp_path: Path) -> None:
-    assert run(tmp_path, "asynchronous", "-n", "1", "--ps", "1") == ["[chief 0] trained True"]
+def test_a_chief_a_worker_a_parameter_server_and_an_evaluator(tmp_path: Path) -> None:
+    told = run(tmp_path, "asynchronous", "-n", "1", "--ps", "1", "--evaluator")
+    assert told == ["[chief 0] trained True", "[evaluator 0] evaluated True, True"]
+    assert "global_step" in (tmp_path / "eval" / "evaluations.jsonl").read_text()

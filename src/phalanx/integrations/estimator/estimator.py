@@ -198,7 +198,9 @@ class Estimator:
         context = SessionRunContext(lambda name: _value(model, name), save, begun)
         with contextlib.ExitStack() as stack:
             own = self._own_hooks(model.strategy, stack)
-            self._loop(model, elements, [*(hooks or ()), *own], context, last)
+            # Hooks may be on one worker alone, so whether others wait for their answers is agreed.
+            asked = any(_answers(model.strategy, bool(hooks)))
+            self._loop(model, elements, [*(hooks or ()), *own], context, last, asked)
         return self
 
     def _loop(
@@ -208,6 +210,7 @@ class Estimator:
         hooks: Sequence[SessionRunHook],
         context: SessionRunContext,
         last: int | None,
+        asked: bool,
     ) -> None:
         shares_steps = self._trains_on_servers()
         for hook in hooks:
@@ -226,6 +229,8 @@ class Estimator:
             values = SessionRunValues({"loss": loss, "global_step": step})
             for hook in hooks:
                 hook.after_run(context, values)
+            if asked and any(_answers(model.strategy, context.stop_requested)):
+                context.request_stop()
         context.save_checkpoint()
         for hook in hooks:
             hook.end(context)
@@ -244,7 +249,9 @@ class Estimator:
                 hooks.append(LoggingTensorHook({"loss": "loss", "step": "global_step"}, every))
         steps, seconds = config.save_checkpoints_steps, config.save_checkpoints_secs
         if steps is not None or seconds is not None:
-            hooks.append(CheckpointSaverHook(seconds, steps, agree=lambda due: _agreed(strategy, due)))
+            hooks.append(
+                CheckpointSaverHook(seconds, steps, agree=lambda due: _answers(strategy, due)[0])
+            )
         return hooks
 
     def _restored(self, model: ReplicaSteps, checkpoint: Checkpoint) -> CheckpointManager:
@@ -469,10 +476,10 @@ def _takes_part_in_saving(strategy: Strategy) -> bool:
     return not isinstance(strategy, ParameterServerStrategy) or strategy.extended.should_checkpoint
 
 
-def _agreed(strategy: Strategy, answer: bool) -> bool:
-    """The answer of the first worker, if workers train together."""
+def _answers(strategy: Strategy, answer: bool) -> list[bool]:
+    """The answers of all workers that train together, by their numbers; else that of this process."""
     connection = connected()
     together = len(strategy.extended._replica_devices) != strategy.num_replicas_in_sync
     if connection is None or not together:
-        return answer
-    return bool(connection.member.exchange("estimator", answer)[0])
+        return [answer]
+    return [bool(each) for each in connection.member.exchange("estimator", answer)]
