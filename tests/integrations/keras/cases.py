@@ -29,7 +29,10 @@ W = _random.uniform(0.1, 2.0, ROWS).astype("float32")
 IDS = _random.integers(0, 5, (ROWS, 4))
 IMAGES = _random.normal(size=(ROWS, 4, 4, 1)).astype("float32")
 
-TOLERANCES = {"half_precision_with_loss_scaling": 2e-3}  # sums of half-precision numbers are rounded so
+TOLERANCES = {  # sums of half-precision numbers are rounded so
+    "half_precision_with_loss_scaling": 2e-3,
+    "brain_floats": 2e-2,
+}
 CASES: dict[str, Callable[[], Any]] = {}
 FIT = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -256,6 +259,30 @@ def half_precision_with_loss_scaling() -> Any:
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05)), "mse")
     model.fit(X, T, **FIT)
     return result(model)
+
+
+@case
+def loss_scaling_that_overflows() -> Any:
+    scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05), initial_scale=2.0**40, dynamic_growth_steps=3
+    )
+    dense = layers.Dense(1, dtype=keras.DTypePolicy("mixed_float16"))
+    model = keras.Sequential([keras.Input((6,)), dense])
+    model.compile(scaled, "mse")
+    start = model.get_weights()
+    model.fit(X, T, **FIT)  # all gradients overflow: no step counts, and the scale is halved each time
+    for a, b in zip(start, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    return result(model, float(scaled.dynamic_scale.numpy()), int(scaled.iterations.numpy()))
+
+
+@case
+def brain_floats() -> Any:
+    hidden = layers.Dense(4, activation="relu", dtype=keras.DTypePolicy("mixed_bfloat16"))
+    model = classifier(hidden, metrics=["accuracy"])
+    model.fit(X, Y, **FIT)
+    assert model.weights[0].dtype == "float32"
+    return {"weights": model.get_weights(), "logs": {"loss": model.history.history["loss"]}}
 
 
 @case

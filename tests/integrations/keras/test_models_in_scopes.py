@@ -38,9 +38,9 @@ def fitted(model: Any, **more: Any) -> Any:
     return model
 
 
-def alone() -> Any:
+def alone(**compiled: Any) -> Any:
     keras.utils.set_random_seed(1)
-    return classifier()
+    return classifier(**compiled)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -180,6 +180,8 @@ def test_files_move_between_strategies(tmp_path: Path) -> None:
 
 
 def test_stock_callbacks(tmp_path: Path) -> None:
+    seen: list[int] = []
+
     def callbacks(folder: Path) -> list[Any]:
         folder.mkdir()
         return [
@@ -190,6 +192,8 @@ def test_stock_callbacks(tmp_path: Path) -> None:
             keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0),
             keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
             keras.callbacks.TerminateOnNaN(),
+            keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch)),
             *more(folder),
         ]
 
@@ -197,7 +201,10 @@ def test_stock_callbacks(tmp_path: Path) -> None:
         board = keras.callbacks.TensorBoard(folder / "board", histogram_freq=1, update_freq="batch")
         return [board] if folder.name == "mirrored" else []
 
-    model, one = in_scope(mirrored()), alone()
+    def averaged() -> Any:
+        return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
+
+    model, one = in_scope(mirrored(), optimizer=averaged()), alone(optimizer=averaged())
     for folder, each in (("mirrored", model), ("one", one)):
         fitted(each, epochs=5, callbacks=callbacks(tmp_path / folder), validation_data=(X, Y))
     assert same(model, one)
@@ -209,6 +216,7 @@ def test_stock_callbacks(tmp_path: Path) -> None:
         assert {k: float(v) for k, v in a.items()} == pytest.approx({k: float(v) for k, v in b.items()})
     metadata = json.loads((tmp_path / "mirrored/backup/training_metadata.json").read_text())
     assert metadata["epoch"] == len(logs[0]) < 5
+    assert seen == 2 * list(range(len(logs[0])))
     events = list((tmp_path / "mirrored/board/train").glob("events.out.tfevents.*"))
     tags = set().union(*(tags_of(path) for path in events))
     assert {"epoch_loss", "epoch_learning_rate", "batch_loss"} <= tags
