@@ -54,7 +54,7 @@ def together(folder: Path, how: str = "") -> None:
         model.fit(X, Y, validation_data=(X[:7], Y[:7]), callbacks=callbacks, **options)
         loss, _ = model.evaluate(X, Y, verbose=0)
         rows = model.predict(X, 7, verbose=0)
-        np.savez(folder / f"{rank}.npz", rows=rows, *model.get_weights())
+        np.savez(folder / f"{rank}.npz", *model.get_weights(), rows=rows)
         print(f"loss {loss:.5f}, {strategy.num_replicas_in_sync} replicas", flush=True)
         return
     try:

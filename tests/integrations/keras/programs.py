@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import jax
 import keras
 import numpy as np
+import optax
 from keras import layers
+
+import phalanx as px
 
 random = np.random.default_rng(11)
 LABELS = random.integers(0, 4, 44)
@@ -88,79 +90,48 @@ def transformer(strategy: Any = None) -> list[Any]:
     return [history.history["loss"], model.predict(WORDS, verbose=0)]
 
 
-class Gan(keras.Model):
-    """Two networks and a train step of its own, with two optimizers."""
+def gan(strategy: Any = None) -> list[Any]:
+    """Two networks against each other, in a loop of its own."""
+    strategy = strategy or px.get_strategy()
+    size = 10
+    with in_scope(strategy):
+        dense = layers.Dense(8, activation="leaky_relu")
+        generator = keras.Sequential([keras.Input((2,)), dense, layers.Dense(4)])
+        dense = layers.Dense(8, activation="leaky_relu")
+        discriminator = keras.Sequential([keras.Input((4,)), dense, layers.Dense(1)])
+        g, d = px.keras.lift(generator), px.keras.lift(discriminator)
+        g_optimizer, d_optimizer = (px.train.Optimizer(optax.adam(0.02)) for _ in range(2))
+        entropy = keras.losses.BinaryCrossentropy(from_logits=True, reduction=None)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = keras.Sequential(
-            [keras.Input((2,)), layers.Dense(8, activation="relu"), layers.Dense(4)]
-        )
-        self.discriminator = keras.Sequential(
-            [
-                keras.Input((4,)),
-                layers.Dense(8, activation="relu"),
-                layers.Dropout(0.2),
-                layers.Dense(1),
-            ]
-        )
-        self.seeds = keras.random.SeedGenerator(1337)
-        self.built = True
+    def loss_of(logits: Any, is_real: bool) -> Any:
+        labels = keras.ops.ones_like(logits) if is_real else keras.ops.zeros_like(logits)
+        return px.nn.compute_average_loss(entropy(labels, logits), global_batch_size=size)
 
-    def compile(self, d_optimizer: Any, g_optimizer: Any) -> None:
-        super().compile(optimizer=d_optimizer)
-        self.g_optimizer = g_optimizer
-        self.cross_entropy = keras.losses.BinaryCrossentropy(from_logits=True)
-        d_optimizer.build(self.discriminator.trainable_variables)
-        g_optimizer.build(self.generator.trainable_variables)
+    def train_step(real: Any, noise: Any) -> Any:
+        def d_loss() -> Any:
+            return loss_of(discriminator(real), True) + loss_of(discriminator(generator(noise)), False)
 
-    def call(self, x: Any) -> Any:
-        return self.generator(x)
+        def g_loss() -> Any:
+            return loss_of(discriminator(generator(noise)), True)
 
-    def train_step(self, state: Any, real: Any) -> Any:
-        trainable, non_trainable, d_slots, metrics = state
-        mine = [id(v) for v in self.generator.trainable_variables]
-        is_g = [id(v) in mine for v in self.trainable_variables]
-        g = [x for x, own in zip(trainable, is_g, strict=True) if own]
-        d = [x for x, own in zip(trainable, is_g, strict=True) if not own]
-        known = {id(v): i for i, v in enumerate(self.non_trainable_variables)}
+        d_value, gradients = px.value_and_grad(d_loss, d.trainable_variables)()
+        d_optimizer.apply_gradients(zip(gradients, d.trainable_variables, strict=True))
+        g_value, gradients = px.value_and_grad(g_loss, g.trainable_variables)()
+        g_optimizer.apply_gradients(zip(gradients, g.trainable_variables, strict=True))
+        return d_value, g_value
 
-        def value(variable: Any) -> Any:
-            return non_trainable[known[id(variable)]]
+    @px.function
+    def step(real: Any, noise: Any) -> Any:
+        losses = strategy.run(train_step, args=(real, noise))
+        return [strategy.reduce("sum", loss, axis=None) for loss in losses]
 
-        with keras.StatelessScope(state_mapping=[(self.seeds.state, value(self.seeds.state))]) as scope:
-            noise = keras.random.normal((real.shape[0], 2), seed=self.seeds)
-        seeds = scope.get_current_value(self.seeds.state)
-        d_state = [value(v) for v in self.discriminator.non_trainable_variables]
+    noise = np.random.default_rng(1).normal(size=(44, 2)).astype("float32")
+    data = px.data.Dataset.from_tensor_slices((REAL, noise)).batch(size)
+    found: list[Any] = []
+    for _ in range(2):
+        for real, drawn in strategy.experimental_distribute_dataset(data):
+            found += [np.asarray(x) for x in step(real, drawn)]
+    return [*found, *g.update_model().get_weights(), *d.update_model().get_weights()]
 
-        def d_loss(d: Any) -> Any:
-            fake, _ = self.generator.stateless_call(g, [], noise)
-            both = keras.ops.concatenate([fake, real])
-            labels = keras.ops.concatenate(
-                [keras.ops.ones((len(real), 1)), keras.ops.zeros((len(real), 1))]
-            )
-            logits, new = self.discriminator.stateless_call(d, d_state, both, training=True)
-            return self.cross_entropy(labels, logits), new
 
-        (d_value, new), gradients = jax.value_and_grad(d_loss, has_aux=True)(d)
-        d, d_slots = self.optimizer.stateless_apply(d_slots, gradients, d)
-
-        def g_loss(g: Any) -> Any:
-            fake, _ = self.generator.stateless_call(g, [], noise)
-            logits, _ = self.discriminator.stateless_call(d, new, fake)
-            return self.cross_entropy(keras.ops.zeros((len(real), 1)), logits)
-
-        g_value, gradients = jax.value_and_grad(g_loss)(g)
-        g = [x - 0.05 * dx for x, dx in zip(g, gradients, strict=True)]
-        left = {True: iter(g), False: iter(d)}
-        trainable = [next(left[own]) for own in is_g]
-        changed = {
-            id(v): x for v, x in zip(self.discriminator.non_trainable_variables, new, strict=True)
-        }
-        changed[id(self.seeds.state)] = seeds
-        non_trainable = [
-            changed.get(id(v), x)
-            for v, x in zip(self.non_trainable_variables, non_trainable, strict=True)
-        ]
-        logs = {"d_loss": d_value, "g_loss": g_value}
-        return logs, (trainable, non_trainable, d_slots, metrics)
+PROGRAMS = {"convnet": convnet, "transformer": transformer, "gan": gan}
