@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
@@ -64,3 +65,55 @@ def test_what_fit_needs(strategy: px.ParameterServerStrategy) -> None:
         px.keras.DatasetCreator(3)
     with pytest.raises(TypeError, match=r"must be px\.InputOptions"):
         px.keras.DatasetCreator(lambda context: data, input_options=3)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_failing_callback_keeps_the_weights(
+    strategy: px.ParameterServerStrategy, error: type[BaseException]
+) -> None:
+    class Fails(keras.callbacks.Callback):
+        epoch = 0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if (self.epoch, batch) == (1, 2):
+                raise error("in the middle")
+
+    with strategy.scope():
+        model = classifier()
+    data = px.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH).repeat()
+    with pytest.raises(error, match="in the middle"):
+        model.fit(data, steps_per_epoch=5, epochs=3, verbose=0, callbacks=[Fails()])
+    assert int(model.optimizer.iterations.numpy()) == 8  # what was scheduled has been done
+    assert all(np.isfinite(x).all() for x in model.get_weights())
+    model.fit(data, steps_per_epoch=2, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 10
+
+
+def test_failing_input_of_a_worker_is_told_and_weights_are_kept(
+    strategy: px.ParameterServerStrategy,
+) -> None:
+    def batches(context: px.InputContext) -> px.data.Dataset:
+        def rows() -> Any:
+            for _ in range(4):
+                yield X[:BATCH], Y[:BATCH]
+            raise OSError("the disk is gone")
+
+        return px.data.Dataset.from_generator(
+            rows,
+            output_signature=(
+                px.TensorSpec((BATCH, 6), np.float32),
+                px.TensorSpec((BATCH,), np.int64),
+            ),
+        )
+
+    with strategy.scope():
+        model = classifier()
+    start = model.get_weights()
+    with pytest.raises(Exception, match="the disk is gone"):
+        model.fit(px.keras.DatasetCreator(batches), steps_per_epoch=5, epochs=4, verbose=0)
+    steps = int(model.optimizer.iterations.numpy())
+    assert 5 <= steps <= 8
+    assert not np.allclose(model.get_weights()[0], start[0])
