@@ -105,3 +105,14 @@ def test_parameter_servers(tmp_path: Path) -> None:
     close(keras.models.load_model(tmp_path / "4.keras").get_weights(), weights)
     assert len(list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))) == 4
     assert (tmp_path / "backup").exists()
+
+
+@pytest.mark.soak
+def test_a_worker_of_parameter_servers_may_die(tmp_path: Path) -> None:
+    job = run(tmp_path, ["-n", "2", "--ps", "1", "--restarts", "1"], "servers", "dies")
+    assert job.returncode == 0, job.stderr
+    assert (tmp_path / "died").exists()
+    steps, _, better = lines_of(job, "chief 0")[-1].partition(" steps, ")
+    assert 40 <= int(steps) <= 42
+    assert better == "better True"
+    assert "SIGKILL" in job.stderr

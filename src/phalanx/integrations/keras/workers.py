@@ -6,7 +6,6 @@ the first worker: its values count at the first step, and they begin with its ep
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,10 +26,9 @@ def callbacks_here(distribution: ModelDistribution, callbacks: Any) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     listed = [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else list(callbacks or ())
-    if importlib.util.find_spec("tensorflow") is None:
-        for callback in listed:
-            if isinstance(callback, keras.callbacks.TensorBoard):
-                touch_points.write_events_with(callback, TensorBoardSummary())
+    for callback in listed:  # TensorFlow, where it is installed, writes only with TensorBoard's package
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            touch_points.write_events_with(callback, TensorBoardSummary())
     devices = distribution.devices
     if not devices.spans_workers:
         return listed
