@@ -30,6 +30,13 @@ PARTS = {
 KerasStep = Callable[[Any, Any], tuple[Any, Any]]
 
 
+class StepState(tuple[Any, ...]):
+    """The state that a compiled step has returned: where it lies is known, so it need not be looked at.
+
+    Keras passes it on to the next step, unless it has put the values into the variables meanwhile.
+    """
+
+
 class ModelStep:
     """Runs one of Keras's steps on all replicas.
 
@@ -51,11 +58,15 @@ class ModelStep:
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
         """Take the next batches, and return a result and the new state."""
-        given = state
+        lies_well = isinstance(state, StepState)
+        given = state = tuple(state)
         try:
             batches = self._next(iterator)
             compiled = touch_points.is_compiled(self._model)
-            state = self._placed(state) if compiled else self._eager_state(state)
+            if not compiled:
+                state = self._eager_state(state)
+            elif not lies_well:
+                state = self._placed(state)
             alike = compiled and len({key_of(batch) for batch in batches}) == 1
             results = []
             for group in [batches] if alike else [[batch] for batch in batches]:
@@ -66,6 +77,7 @@ class ModelStep:
         except BaseException:
             self._give_back(state, given)
             raise
+        state = StepState(state) if compiled else state
         if self._joins and len(results) > 1:
             return jax.tree.map(lambda *xs: np.concatenate(xs), *results), state
         return results[-1], state
