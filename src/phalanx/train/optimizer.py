@@ -439,11 +439,11 @@ class Optimizer(CountingOptimizer):
 
         def on_copy(_: Variable, *mine: Any) -> None:
             given = dict(zip(by_variable, mine, strict=False))
-            self._update_copy(given, extra._replace(arrays=list(mine[len(given) :])))
+            self._update_copy(strategy, given, extra._replace(arrays=list(mine[len(given) :])))
 
         strategy.extended.update(lead, on_copy, args=(*by_variable.values(), *extra.arrays))
 
-    def _update_copy(self, given: dict[int, Any], extra: _Extra) -> None:
+    def _update_copy(self, strategy: Strategy, given: dict[int, Any], extra: _Extra) -> None:
         """Update the copies of one device."""
         params = [v.value() for v in self._variables]
         grads = [
@@ -451,12 +451,13 @@ class Optimizer(CountingOptimizer):
             for v, p in zip(self._variables, params, strict=True)
         ]
         state = jax.tree.map(lambda v: v.value() if isinstance(v, Variable) else v, self._state)
-        update: Any = self._updates.whole
-        scaled: Any = self._updates.scaled
+        updating, updates = strategy.extended._updating, self._updates
+        update: Any = updating(updates.values, updates.whole)
+        scaled: Any = updating(updates.scaled_values, updates.scaled)
         more = jax.tree.unflatten(extra.form, extra.arrays)
         if extra.functions:  # which have arrays of this step in them, so no program can be kept
-            update = functools.partial(self._updates.values, functions=extra.functions)
-            scaled = functools.partial(self._updates.scaled_values, functions=extra.functions)
+            update = functools.partial(updates.values, functions=extra.functions)
+            scaled = functools.partial(updates.scaled_values, functions=extra.functions)
         if self.loss_scale is None:
             new_params, new_state = update(grads, state, params, more)
         else:

@@ -111,7 +111,9 @@ class Pipelined:
             found.append(THROTTLE.dispatch(jax.jit(program, out_shardings=(shardings, None))))
         return found
 
-    def optimizer(self, transform: Any, shard: str | None = None) -> PipelineOptimizer:
+    def optimizer(
+        self, transform: Any, shard: str | None = None, donate: bool = False
+    ) -> PipelineOptimizer:
         """An optimizer for the parameters of all stages.
 
         It has ``init(params)``, which returns a state, and ``update(gradients, state, params)``, which
@@ -120,9 +122,11 @@ class Pipelined:
         Args:
             transform: an `optax.GradientTransformation`, or a `px.train.Optimizer`, whose one is taken.
             shard: "states" if the devices of a stage divide the optimizer's state among them.
+            donate: whether new parameters and states may take the memory of the old ones, which cannot
+                be used any more then, nor what `place` made them of.
         """
         placement = self._schedule.placement
-        return PipelineOptimizer(transform, self._places, placement, shard, self._hosts)
+        return PipelineOptimizer(transform, self._places, placement, shard, self._hosts, donate)
 
     def _is_here(self, position: int) -> bool:
         return self._hosts.is_here(self._schedule.placement[position])
