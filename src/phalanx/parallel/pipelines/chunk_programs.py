@@ -1,8 +1,7 @@
 """The programs of one chunk: forward, backward, and the two halves of a backward program.
 
 A forward program returns what its gradient needs. Of that, what are arguments (parameters, inputs) is
-not
-copied: the backward program gets the arguments again.
+not copied: the backward program gets the arguments again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,12 @@ Dispatch = Callable[..., Any]
 
 def is_inexact(x: Any) -> bool:
     """Whether an array has a gradient."""
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+    return _has_gradient(x.dtype if isinstance(x, jax.Array) else jnp.result_type(x))
+
+
+@functools.lru_cache(maxsize=256)
+def _has_gradient(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 @dataclass(frozen=True)

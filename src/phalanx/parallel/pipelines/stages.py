@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, default_devices, resolve_devices
 from phalanx.runtime.formatting import shown
 
@@ -119,22 +121,44 @@ class StagePlace:
 
     def rows(self, x: Any) -> NamedSharding:
         """How an array of examples is laid out: cut along its first dim, if that divides."""
-        parts = dict(self.mesh.shape).get(self.data_axis or "", 1)
+        parts = self._parts
         shape = np.shape(x)
         cut = parts > 1 and shape and shape[0] and shape[0] % parts == 0
-        return NamedSharding(self.mesh, PartitionSpec(self.data_axis) if cut else PartitionSpec())
+        return self._cut if cut else self._whole
+
+    @cached_property
+    def _parts(self) -> int:
+        return dict(self.mesh.shape).get(self.data_axis or "", 1)
+
+    @cached_property
+    def _cut(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(self.data_axis))
+
+    @cached_property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def whole(self) -> NamedSharding:
         """The layout of what every device holds."""
-        return NamedSharding(self.mesh, PartitionSpec())
+        return self._whole
 
     def put_rows(self, nest: Any) -> Any:
         """A nest of arrays of examples, here; the copy goes on while others compute."""
-        return jax.tree.map(lambda x: jax.device_put(x, self.rows(x)), nest)
+        return jax.tree.map(self._put_row, nest)
+
+    def _put_row(self, x: Any) -> Any:
+        if self.mesh.size == 1 and _is_in_one_piece(x):  # which is much cheaper than what follows
+            return compat.put_pieces(x.shape, self._whole, [x], self.mesh.devices.flat[:1])
+        return jax.device_put(x, self.rows(x))
 
     def put(self, nest: Any, layouts: Mapping[str, Any] | None = None) -> Any:
         """Parameters, here. What is here already stays as it is laid out, if no layout is given."""
-        return jax.tree.map(jax.device_put, nest, self.shardings(nest, layouts))
+
+        def put(x: Any, sharding: NamedSharding) -> Any:
+            is_here = isinstance(x, jax.Array) and x.sharding == sharding
+            return x if is_here else jax.device_put(x, sharding)
+
+        return jax.tree.map(put, nest, self.shardings(nest, layouts))
 
     def shardings(self, nest: Any, layouts: Mapping[str, Any] | None = None) -> Any:
         """How parameters are laid out here: as given by name, as they are, or whole."""
@@ -149,6 +173,13 @@ class StagePlace:
             return self.whole()
 
         return jax.tree_util.tree_map_with_path(sharding, nest)
+
+
+def _is_in_one_piece(x: Any) -> bool:
+    """Whether an array is on one device, and of a dtype that needs no care."""
+    if not isinstance(x, jax.Array) or compat.is_tracer(x) or compat.is_key_array(x):
+        return False
+    return x.is_fully_addressable and len(x.sharding.device_set) == 1
 
 
 def places(
