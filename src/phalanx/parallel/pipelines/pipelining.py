@@ -72,8 +72,9 @@ def pipeline(
         has_aux: whether the loss returns a pair, of which the second are metrics. They are combined
             like losses.
         workers: whether each worker of the job has stages of its own, in the order of their ranks. All
-            workers call the same functions with the same batch; `devices` and `mesh` are those of this
-            worker's stages. Activations travel as messages of `px.comm`.
+            workers call the same functions with the same batch, or with None for what their stages do
+            not take; `devices` and `mesh` are those of this worker's stages. Activations travel as
+            messages of `px.comm`.
 
     Examples:
         >>> import jax.numpy as jnp

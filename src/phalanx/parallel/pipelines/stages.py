@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,14 +34,16 @@ class Stage:
         carries: for slices of sequences: the function takes one more argument, what it carried out of
             the slice before (None for the first one), and returns a pair, of which the second is
             carried on.
+        layers: of how many layers `split` has made it; None if it has not.
 
-    >>> Stage(lambda p, x: x * p)
-    Stage(function=<function <lambda> at ...>, takes=None, carries=False)
+    >>> Stage(lambda p, x: x * p).carries
+    False
     """
 
     function: Callable[..., Any]
     takes: tuple[int, ...] | None = None
     carries: bool = False
+    layers: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -53,8 +55,8 @@ def split(
 ) -> list[Stage]:
     """Cut a row of layers into stages, so that the most costly stage costs as little as possible.
 
-    The parameters of a stage are the list of those of its layers. `balanced` says how many layers each
-    stage has, and `Pipelined.grouped` cuts a list of parameters in the same way.
+    The parameters of a stage are the list of those of its layers. `Pipelined.grouped` cuts a list of
+    parameters in the same way.
 
     Args:
         model: layers: functions of parameters and of what the layer before returns.
@@ -66,11 +68,15 @@ def split(
     >>> len(stages), stages[0].function([1.0, 1.0], 3.0)
     (2, 12.0)
     """
-    layers = list(model)
+    layers = list(model) if isinstance(model, Iterable) else [None]
     if not all(callable(layer) for layer in layers):
-        raise InvalidTypeError(f"A model is a row of functions. Received: {shown(model)}")
+        raise InvalidTypeError(
+            "split takes a list of layers, which are functions of parameters and of what the layer "
+            "before returns. px.parallel.search_pipeline and PipelineCell cut a whole loss. "
+            f"Received: {shown(model)}"
+        )
     bounds = [0, *itertools.accumulate(balanced(costs or [1.0] * len(layers), count))]
-    return [Stage(_chained(layers[a:b])) for a, b in itertools.pairwise(bounds)]
+    return [Stage(_chained(layers[a:b]), layers=b - a) for a, b in itertools.pairwise(bounds)]
 
 
 def _chained(layers: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
