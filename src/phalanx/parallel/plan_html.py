@@ -87,7 +87,9 @@ def _pipeline(plan: Plan) -> list[str]:
     if plan.pipeline is None:
         return []
     title, *rows = pipeline_rows(plan.pipeline)
-    return ["<h2>Stages</h2>", f"<p>{escape(title)}</p>", f"<pre>{escape(chr(10).join(rows))}</pre>"]
+    table = f"<pre>{escape(chr(10).join(rows))}</pre>"
+    picture = f'<div style="overflow-x:auto">{plan.pipeline.picture}</div>'
+    return ["<h2>Stages</h2>", f"<p>{escape(title)}</p>", table, picture]
 
 
 def _next_best(plan: Plan) -> str:
