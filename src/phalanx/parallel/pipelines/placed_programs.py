@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from phalanx.execution.throttle import token
-from phalanx.parallel.pipelines.chunk_programs import Inlined
+from phalanx.parallel.pipelines.halves import Inlined
 from phalanx.parallel.pipelines.hosts import StageHosts
 from phalanx.runtime import compat
 
