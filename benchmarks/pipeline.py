@@ -135,8 +135,8 @@ def report(options: Any) -> str:
     what = (
         f"The loss and the gradients of 8 layers of width {options.width}, {options.rows} rows in "
         f"{MICRO_BATCHES} micro batches. The bubble is that of the schedule; where stages have no "
-        "cores of their own, waiting costs nothing, so times show what each schedule adds. MB is what a "
-        "step needs at most beyond what the processes of the variant hold between steps, all together."
+        "cores of their own, waiting costs nothing, so times show what each schedule adds. MB is the "
+        "most that all processes of a variant had, libraries included."
     )
     found = (
         "## Automatic cuts against all cuts\n\nThe dynamic program with descent, which is used where "

@@ -65,7 +65,8 @@ class StageCosts:
         shares = self.shares or ((1 / 3,) * 3,) * len(self.seconds)
         rows = zip(self.seconds, shares, strict=True)
         kinds = zip(*([s * x for x in share] for s, share in rows), strict=True)
-        return ActionCosts(*(self.parts(chosen, list(kind)) for kind in kinds), transfer)
+        forward, input, weight = (self.parts(chosen, list(kind)) for kind in kinds)
+        return ActionCosts(forward, input, weight, transfer)
 
     def parts(self, chosen: Sequence[int], values: Sequence[float]) -> list[float]:
         """The sums of values of equations over each part of a cut."""

@@ -154,7 +154,7 @@ class StagePlace:
 
     def _put_row(self, x: Any) -> Any:
         if self.mesh.size == 1 and _is_in_one_piece(x):  # which is much cheaper than what follows
-            return compat.put_pieces(x.shape, self._whole, [x], self.mesh.devices.flat[:1])
+            return compat.put_pieces(x.shape, self._whole, [x], [self.mesh.devices.flat[0]])
         return jax.device_put(x, self.rows(x))
 
     def put(self, nest: Any, layouts: Mapping[str, Any] | None = None) -> Any:

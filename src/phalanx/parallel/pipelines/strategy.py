@@ -186,7 +186,7 @@ class PipelineExtended(LaidOutExtended):
         if self._stage_of(value) is not None:
             found: NamedSharding = value.sharding
             return found
-        neighbour = ctx.colocated_with()
+        neighbour: Any = ctx.colocated_with()
         stage = self._stage_of(neighbour)
         place = self.places[self.current.get() if stage is None else stage]
         if stage is not None and neighbour.shape == tuple(value.shape):
