@@ -33,6 +33,7 @@ from phalanx.parallel.spanning import (
     spans_workers,
 )
 from phalanx.parallel.storing import Known, made_in_parts
+from phalanx.parallel.uneven_batches import unevenly_divided
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, default_devices, resolve_devices
 from phalanx.runtime.formatting import shown
@@ -468,6 +469,8 @@ def _build_in_mode(task: modes.ParallelTask, setup: Setup, planner: Planner) -> 
     if mode in ("data_parallel", "hybrid_parallel"):
         mesh = replica_mesh(setup.devices)
         found = divided(task, mesh, setup.layerwise)
+        if found is None and mode == "data_parallel":
+            found = unevenly_divided(task, mesh, setup.layerwise)
         if found is not None:
             return found
         if mode == "hybrid_parallel":
