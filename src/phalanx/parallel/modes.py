@@ -18,6 +18,7 @@ from phalanx.parallel.running import ParallelRun, in_run
 from phalanx.parallel.spanning import spans_workers
 from phalanx.parallel.storing import Known, is_named, like, stored
 from phalanx.parallel.wide_sums import with_wide_sums
+from phalanx.parallel.without_all_to_all import without_all_to_all
 
 __all__ = [
     "ParallelProgram",
@@ -94,6 +95,10 @@ def whole(
     assert mesh is not None
     run = replace(run, known=known)
     function = with_wide_sums(task.function) if task.options.force_fp32_communication else task.function
+
+    is_given = task.options.parallel_mode == "semi_auto_parallel"
+    if is_given and not task.options.enable_alltoall:  # a plan has its own routes
+        function = without_all_to_all(function, mesh, specs)
 
     def traced(*args: Any) -> Any:
         with in_run(run):

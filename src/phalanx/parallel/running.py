@@ -27,6 +27,7 @@ from phalanx.parallel.placing import names_of
 from phalanx.parallel.sliced_steps import SlicedStep
 from phalanx.parallel.storing import Known, like, stored
 from phalanx.parallel.wide_sums import is_narrow, with_wide_gradients
+from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer
 from phalanx.runtime.placement import REPLICA_AXIS
@@ -74,6 +75,7 @@ class ParallelRun:
 _running: contextvars.ContextVar[ParallelRun | None] = contextvars.ContextVar(
     "parallel run", default=None
 )
+_runs = itertools.count(1)
 
 
 def current_run() -> ParallelRun | None:
@@ -83,10 +85,15 @@ def current_run() -> ParallelRun | None:
 
 @contextlib.contextmanager
 def in_run(run: ParallelRun | None) -> Iterator[None]:
-    """Trace a block of code in a mode."""
+    """Trace a block of code in a mode.
+
+    Functions of `jax.jit` in it are traced anew, because what they were traced to elsewhere may be for
+    another mode, or for other options.
+    """
     token = _running.set(run)
     try:
-        yield
+        with compat.parallel_run_in_jit_key(None if run is None else next(_runs)):
+            yield
     finally:
         _running.reset(token)
 

@@ -372,7 +372,8 @@ def _together(found: Sequence[_Points], parts: int) -> _Points:
 def _pareto(keys: Numbers, cost: Table, held: Table) -> tuple[Numbers, npt.NDArray[np.bool_]]:
     """An order by key and bytes, and which points in it no other of their key beats.
 
-    >>> order, keep = _pareto(np.array([1, 0, 0, 0]), np.array([5.0, 3, 1, 1]), np.array([1.0, 1, 2, 3]))
+    >>> keys, cost, held = np.array([1, 0, 0, 0]), np.array([5.0, 3, 1, 1]), np.array([1.0, 1, 2, 3])
+    >>> order, keep = _pareto(keys, cost, held)
     >>> order[keep].tolist()
     [1, 2, 0]
     """

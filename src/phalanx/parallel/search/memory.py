@@ -36,7 +36,7 @@ PRICES = 5
 """How many prices of a byte say which points of fronts are needed."""
 
 WIDTHS = ((1 / 16, 4), (1 / 4, 32), (1, 256))
-"""Where a good assignment is looked for: up to which part of the gap, with how many points per front."""
+"""Where a good assignment is looked for: up to which part of the gap, with how many points a front."""
 
 
 @dataclass(frozen=True)
