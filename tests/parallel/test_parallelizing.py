@@ -391,7 +391,7 @@ def test_given_layouts_change_without_all_to_all_too(enabled: bool) -> None:
 
     args = np.ones((8, 8), np.float32), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
     program = parallelize(
-        lambda w, x: value_and_grad(loss)(w, x),
+        value_and_grad(loss),
         args,
         devices=jax.devices()[:4],
         parallel_mode="semi_auto_parallel",
