@@ -627,6 +627,30 @@ def test_nests_with_other_things_in_them() -> None:
         check_close(program(model, x), loss(model, x))
 
 
+@pytest.mark.parametrize("mode", ["data_parallel", "auto_parallel"])
+def test_random_keys_in_the_state(mode: str) -> None:
+    """As libraries of layers keep them for dropout."""
+
+    def loss(params: Any, x: Any) -> Any:
+        kept = jax.random.bernoulli(params["key"], 0.5, (x.shape[1],))
+        return jnp.mean((jnp.where(kept, x, 0) @ params["w"]) ** 2)
+
+    def update(params: Any, x: Any) -> Any:
+        def of_weights(w: Any, x: Any) -> Any:
+            return loss({**params, "w": w}, x)
+
+        value, gradient = value_and_grad(of_weights)(params["w"], x)
+        return {"w": params["w"] - gradient, "key": jax.random.split(params["key"])[0]}, value
+
+    params = {"w": np.ones((8, 4), np.float32), "key": jax.random.key(3)}
+    x = np.arange(64, dtype=np.float32).reshape(8, 8) / 64
+    program = parallelize(update, (params, x), parallel_mode=mode, gradients_mean=True)
+    found, value = program(*program(params, x)[:1], x)
+    wanted, expected_value = jax.jit(update)(*jax.jit(update)(params, x)[:1], x)
+    check_close((found["w"], value), (wanted["w"], expected_value))
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(wanted["key"])).all()
+
+
 def test_options_that_do_not_go_together() -> None:
     args = (PARAMS, *BATCHES[0])
     with pytest.raises(UnsupportedError, match="pipeline_stages=2"):

@@ -34,5 +34,12 @@ def is_array(x: Any) -> bool:
 
 
 def dtype_of(x: Any) -> Any:
-    """The dtype of an array or a number."""
-    return x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
+    """The dtype that an array or a number has in programs of JAX; random keys have one of their own.
+
+    >>> dtype_of(np.ones(1)), dtype_of(jax.random.key(0))
+    (dtype('float32'), key<fry>)
+    """
+    found = x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
+    if jax.dtypes.issubdtype(found, jax.dtypes.extended):
+        return found
+    return jax.dtypes.canonicalize_dtype(found)

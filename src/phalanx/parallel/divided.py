@@ -257,8 +257,10 @@ class LocalProgram:
         if found is not None and _is_state(name, self.known):
             raise InvalidValueError(
                 "The state that the step returns would differ between devices, because it is computed "
-                "from the gradients of one device. Use px.parallel.value_and_grad in place of "
-                f"jax.value_and_grad, or sum over the axis {REPLICA_AXIS!r}. Received: result {name!r}"
+                "from what one device has: its gradients, or statistics of its part of the batch. Use "
+                "px.parallel.value_and_grad in place of jax.value_and_grad, and average statistics, as "
+                f"by jax.lax.pmean(x, {REPLICA_AXIS!r}); in auto_parallel they are those of the whole "
+                f"batch. Received: result {name!r}"
             )
         return PartitionSpec(REPLICA_AXIS)
 

@@ -445,7 +445,7 @@ class Parallelized:
         arrays, others = self._parts(args)
         leaves, structure = jax.tree.flatten(arrays)
         statics = tuple(jax.tree.leaves(others))
-        shapes = tuple((np.shape(x), jax.dtypes.canonicalize_dtype(dtype_of(x))) for x in leaves)
+        shapes = tuple((np.shape(x), dtype_of(x)) for x in leaves)
         key = (differentiated, structure, shapes, statics)
         if key not in self._programs:
             abstract = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*s) for s in shapes])
