@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 __all__ = ["dtype_of", "is_array", "with_others"]
@@ -40,6 +41,6 @@ def dtype_of(x: Any) -> Any:
     (dtype('float32'), key<fry>)
     """
     found = x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
-    if jax.dtypes.issubdtype(found, jax.dtypes.extended):
+    if jnp.issubdtype(found, jax.dtypes.extended):
         return found
     return jax.dtypes.canonicalize_dtype(found)

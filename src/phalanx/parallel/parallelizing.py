@@ -459,7 +459,17 @@ class Parallelized:
             function = value_and_grad(function, numbers)
         donated = () if differentiated else self._donated
         task = modes.ParallelTask(function, arrays, self._parameters, self._setup.options, donated)
-        return _build_in_mode(task, self._setup, self._planner)
+        try:
+            return _build_in_mode(task, self._setup, self._planner)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            raise InvalidOptionsError(
+                f"The function communicates along an axis by itself ({error}). It may do so in "
+                "hybrid_parallel and data_parallel, where each device has its part of the batch and "
+                f"the axis is {REPLICA_AXIS!r}. In the other modes it sees whole arrays, and needs no "
+                f"communication. Received: parallel_mode={self.mode!r}"
+            ) from error
 
 
 def _build_in_mode(task: modes.ParallelTask, setup: Setup, planner: Planner) -> modes.ParallelProgram:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -146,7 +146,7 @@ class Planner:
         pins = self._pins(program.traced, before)
         if mode == "sharding_propagation" and not pins:
             where, pins = _from_the_batch(where, program.traced)
-        return search(
+        found = search(
             program.loss,
             program.shapes,
             where,
@@ -157,6 +157,9 @@ class Planner:
             pins=pins,
             **self.limits,
         )
+        if before is None or before is not self.given:
+            return found
+        return replace(found, notes=(*found.notes, *_left_of(before, found)))
 
     def _pins(self, traced: Traced, before: Plan | None) -> dict[str, PartitionSpec]:
         """Layouts that are given: those of parameters in earlier plans, by the user, and of inputs."""
@@ -190,6 +193,18 @@ class Planner:
                 )
                 pins |= dict(zip(cuts, found_specs, strict=True))
         return pins
+
+
+def _left_of(given: Plan, found: Plan) -> list[str]:
+    """What a plan of another program could not say of this one."""
+    notes = ["The given plan was made for another program; its layouts are kept where they fit."]
+    for name, tensor in given.parameters.items():
+        if name not in found.parameters:
+            notes.append(f"{name} of the given plan is not in the program.")
+        elif found.parameters[name].shape != tensor.shape:
+            shapes = f"{list(tensor.shape)} there, {list(found.parameters[name].shape)} here"
+            notes.append(f"{name} of the given plan is searched anew: its shape is {shapes}.")
+    return notes
 
 
 def _from_the_batch(where: Any, traced: Traced) -> tuple[Any, dict[str, PartitionSpec]]:

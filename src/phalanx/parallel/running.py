@@ -27,7 +27,6 @@ from phalanx.parallel.placing import names_of
 from phalanx.parallel.sliced_steps import SlicedStep
 from phalanx.parallel.storing import Known, like, stored
 from phalanx.parallel.wide_sums import is_narrow, with_wide_gradients
-from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer
 from phalanx.runtime.placement import REPLICA_AXIS
@@ -76,6 +75,7 @@ _running: contextvars.ContextVar[ParallelRun | None] = contextvars.ContextVar(
     "parallel run", default=None
 )
 _runs = itertools.count(1)
+_cache_key = jax.make_user_context(None)
 
 
 def current_run() -> ParallelRun | None:
@@ -92,7 +92,7 @@ def in_run(run: ParallelRun | None) -> Iterator[None]:
     """
     token = _running.set(run)
     try:
-        with compat.parallel_run_in_jit_key(None if run is None else next(_runs)):
+        with _cache_key(None if run is None else next(_runs)):
             yield
     finally:
         _running.reset(token)

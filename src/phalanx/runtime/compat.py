@@ -61,9 +61,6 @@ Functions such as `px.nn.compute_average_loss` ask for the number while they are
 a part of the key under which `jax.jit` caches what it has traced.
 """
 
-parallel_run_in_jit_key = jax.make_user_context(None)
-"""The same for functions that act by the mode of `px.parallel` in which they are traced."""
-
 
 # -- arrays -------------------------------------------------------------------------------------
 
