@@ -174,6 +174,16 @@ class Interpreter:
         def block(*xs: Any) -> list[Any]:
             return self._inner(eqn.params["jaxpr"], xs, place)
 
+        if eqn.params.get("differentiated"):  # it is in a gradient, and must be computed again there
+            closed, _ = compat.jaxpr_and_result(block, *operands)
+            jaxpr = closed.jaxpr.replace(
+                constvars=[],
+                invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars],
+                debug_info=closed.jaxpr.debug_info.with_unknown_names(),
+            )
+            params = {**eqn.params, "jaxpr": jaxpr}
+            results: Sequence[Any] = eqn.primitive.bind(*closed.consts, *operands, **params)
+            return results
         again = jax.checkpoint(
             block, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
         )
