@@ -148,6 +148,22 @@ def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
     return __call__
 
 
+def guarded_assign(assign: Callable[..., Any]) -> Callable[..., Any]:
+    """Writes to variables, of which those that would be lost on replicas are refused."""
+
+    @functools.wraps(assign)
+    def checked(self: Any, value: Any) -> Any:
+        if _needs_lifting() and not touch_points.in_stateless_scope():
+            raise ContextError(
+                "A metric, an optimizer or another object of Keras has written a variable on a replica "
+                "or in a px.function, where that would be lost. Use px.metrics and px.optimizers, "
+                f"which have Keras's names, and lift models: px.keras.lift. Received: {self.path!r}"
+            )
+        return assign(self, value)
+
+    return checked
+
+
 def _needs_lifting() -> bool:
     return ctx.active_replica() is not None or traced_variables.program() is not None
 
