@@ -64,6 +64,7 @@ class ExtraArguments:
 
     def met(self, given: Sequence[Any], op: ReduceOp | None) -> Extra:
         """What they have there, of all replicas."""
-        parts = [x.values for x in given[self._count :]] or [[x] for x in self._losses.values()]
+        met = given[self._count :] or self._losses.values()
+        parts = [[x] if isinstance(x, ReplicaLoss) else list(x.values) for x in met]
         losses = {k: loss_of_all(x, op) for k, x in zip(self._losses, parts, strict=True)}
         return Extra(list(given[: self._count]), self._form, self._functions | losses)
