@@ -99,12 +99,6 @@ NAMES: list[Name] = [
         "PreemptionCheckpointHandler TPUStrategy TerminationConfig "
         "ValueContext coordinator partitioners rpc",
     ),
-    *_none(
-        "tf.distribute.experimental.TPUStrategy",
-        "experimental_assign_to_logical_device experimental_replicate_to_logical_devices "
-        "experimental_split_to_logical_devices",
-        "a replica is one device; px.AutoParallelStrategy and px.parallel lay arrays out over several",
-    ),
     Name(
         "tf.distribute.experimental.PreemptionWatcher",
         None,

@@ -106,7 +106,8 @@ class Tapes(cst.CSTTransformer):
             reason = "Keras on JAX computes gradients itself: override compute_loss, not train_step"
         if reason:
             return reason
-        found = _gradients(tapes, rest)
+        ends = (i for i, s in enumerate(rest) if {*(self._tapes_of(s) or ())} & {*tapes})
+        found = _gradients(tapes, rest[: next(ends, len(rest))])
         if isinstance(found, str):
             return found
         assigned = _assigned(block.body)
