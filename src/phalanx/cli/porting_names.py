@@ -31,8 +31,8 @@ def _none(theirs: str, names: str, reason: str) -> list[Name]:
 
 def _dataset_classes(names: str, reason: str) -> list[Name]:
     """Methods that no kind of dataset has."""
-    kinds = ("Dataset", "FixedLengthRecordDataset", "TFRecordDataset", "TextLineDataset")
-    kinds = (*kinds, "experimental.CsvDataset")
+    kinds = ["Dataset", "FixedLengthRecordDataset", "TFRecordDataset", "TextLineDataset"]
+    kinds.append("experimental.CsvDataset")
     return [one for kind in kinds for one in _none(f"tf.data.{kind}", names, reason)]
 
 

@@ -130,12 +130,12 @@ class Progress:
         if not groups.is_initialized() or groups.world().size == 1:
             return
         began = self._clock()
-        mine = np.float64([self._waited, began - self._met[1], self.step - self._met[0]])
+        mine = np.array([self._waited, began - self._met[1], self.step - self._met[0]])
         parts, _ = functional.all_gather(mine)
         self._waited = self._clock() - began
         self._met = (self.step, self._clock())
         waits = np.stack([np.asarray(part) for part in parts or [mine]])
-        self.slow = slow_worker(waits[:, 0], float(waits[:, 1].mean() / max(waits[0, 2], 1)))
+        self.slow = slow_worker(waits[:, 0].tolist(), float(waits[:, 1].mean() / max(waits[0, 2], 1)))
 
 
 def slow_worker(waits: Sequence[float], seconds_per_step: float) -> str:
