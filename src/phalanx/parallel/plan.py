@@ -307,6 +307,9 @@ class Plan:
         """The plan as a web page with pictures, in one file that needs no others."""
         return plan_html.page(self, title)
 
+    def _repr_html_(self) -> str:
+        return plan_html.framed(self)
+
     def to_json(self) -> str:
         """The plan as JSON, with the same text for the same plan."""
         return json.dumps(plan_files.to_data(self), indent=1, sort_keys=True)

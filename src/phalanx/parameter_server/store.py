@@ -170,9 +170,9 @@ class Store:
         return is_known and update.variable.id in self.variables
 
     def define_optimizer(self, definition: OptimizerDefinition) -> bool:
-        """Know an optimizer; returns whether it is new."""
+        """Know an optimizer, or another learning rate; returns whether something is new."""
         if definition.id in self.optimizers:
-            return False
+            return self.optimizers[definition.id].set_rate(definition)
         self.optimizers[definition.id] = ServerOptimizer(definition)
         return True
 

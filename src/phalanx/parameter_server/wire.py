@@ -146,14 +146,18 @@ def read_find(buffers: Buffers) -> VariableDefinition:
 
 
 def optimizer(definition: OptimizerDefinition) -> list[Any]:
-    """Know an optimizer."""
-    return with_fields(Kind.OPTIMIZER, {"id": definition.id}, definition.transform)
+    """Know an optimizer, or another learning rate of it."""
+    fields = {"id": definition.id, "rate": definition.rate}
+    return with_fields(Kind.OPTIMIZER, fields, definition.transform)
 
 
 def read_optimizer(buffers: Buffers) -> OptimizerDefinition:
     """The optimizer."""
     try:
-        return OptimizerDefinition(int(fields_in(buffers)["id"]), bytes(buffers[1]))
+        fields = fields_in(buffers)
+        given = fields.get("rate")
+        rate = None if given is None else (int(given[0]), float(given[1]))
+        return OptimizerDefinition(int(fields["id"]), bytes(buffers[1]), rate)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ProtocolError(f"A peer described an optimizer wrongly: {error}") from None
 
