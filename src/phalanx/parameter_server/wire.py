@@ -281,6 +281,16 @@ def _place_of(number: int) -> Where:
         raise ProtocolError(f"A peer sent what cannot be read: {number}") from None
 
 
+def doubted(tokens: Sequence[Token]) -> list[Any]:
+    """The answer in place of values that attempts may have changed in part."""
+    return [b"".join([_CODES[Outcome.DOUBTFUL], *(_ATTEMPT.pack(*t) for t in tokens)])]
+
+
+def read_doubted(buffers: Buffers) -> list[Token]:
+    """The attempts that must be settled."""
+    return [Token(*found) for found in _unpacked(_ATTEMPT, buffers[0], 1)]
+
+
 # -- writing -------------------------------------------------------------------------------------------
 
 
@@ -324,6 +334,11 @@ def read_push(
         return Token(closure, attempt), updates, bytes(buffers[1])
     except (struct.error, ValueError, IndexError) as error:
         raise ProtocolError(f"A peer sent updates that cannot be read: {error}") from None
+
+
+def token_of(buffers: Buffers) -> Token:
+    """The attempt of a request that was performed."""
+    return Token(*_TOKEN.unpack_from(buffers[0])[1:])
 
 
 def about(kind: Kind, token: Token) -> bytes:
