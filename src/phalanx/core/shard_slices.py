@@ -22,16 +22,16 @@ class Shard(NamedTuple):
 
     Args:
         ends: where each shard of the table ends.
-        index: which of them it is.
+        number: which of them it is.
     """
 
     ends: tuple[int, ...]
-    index: int
+    number: int
 
     @property
     def first(self) -> int:
         """Its first row, in the table."""
-        return self.ends[self.index - 1] if self.index else 0
+        return self.ends[self.number - 1] if self.number else 0
 
 
 @jax.tree_util.register_pytree_node_class
@@ -53,7 +53,7 @@ class ShardSlices(IndexedSlices):
         self.dense_shape = None
 
     @property
-    def indices(self) -> Any:  # type: ignore[override]
+    def indices(self) -> Any:
         """The indices in the shard; those of other rows are larger than any that it has."""
         ends, i = self.shard
         use: Any = jnp if isinstance(self.whole, jax.Array) else np
@@ -100,7 +100,7 @@ def split_rows(indices: Array, ends: tuple[int, ...]) -> Sequence[RowsOf]:
         if len(_recent) > _MOST_TABLES:
             _recent.popitem(last=False)
     for known, parts in tuple(recent):
-        if len(known) == len(indices) and (known == indices).all():
+        if len(known) == len(indices) and np.logical_and.reduce(known == indices):
             return parts
     parts = _split(indices, ends)
     recent.appendleft((indices.copy(), parts))

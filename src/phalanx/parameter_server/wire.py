@@ -239,7 +239,8 @@ def pull(reads: Sequence[tuple[Read, int, int]], after: Sequence[Token] = ()) ->
     for (variable, indices), known, place in reads:
         packed.append(_WANTED.pack(variable.id, known, indices is not None, place))
         if indices is not None:
-            rows.append(bytes_of(np.ascontiguousarray(indices, np.int64)))
+            is_ready = indices.dtype == _INT64 and indices.flags.c_contiguous
+            rows.append(bytes_of(indices if is_ready else np.ascontiguousarray(indices, np.int64)))
     return [b"".join(packed), *rows]
 
 
