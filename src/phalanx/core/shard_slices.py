@@ -70,7 +70,7 @@ class ShardSlices(IndexedSlices):
         return cls(children[0], children[1], shard)
 
 
-class RowsOf(NamedTuple):
+class ShardRows(NamedTuple):
     """The part of some indices that belongs to one shard.
 
     Args:
@@ -82,7 +82,7 @@ class RowsOf(NamedTuple):
     rows: Array
 
 
-def split_rows(indices: Array, ends: tuple[int, ...]) -> Sequence[RowsOf]:
+def split_rows(indices: Array, ends: tuple[int, ...]) -> Sequence[ShardRows]:
     """Divide indices of rows of a table among its shards; those of rows that do not exist are left out.
 
     A step mostly updates the rows that it has read, so the last answers are remembered.
@@ -109,10 +109,10 @@ def split_rows(indices: Array, ends: tuple[int, ...]) -> Sequence[RowsOf]:
 
 _MOST_RECENT = 4
 _MOST_TABLES = 256
-_recent: OrderedDict[tuple[int, ...], deque[tuple[Array, Sequence[RowsOf]]]] = OrderedDict()
+_recent: OrderedDict[tuple[int, ...], deque[tuple[Array, Sequence[ShardRows]]]] = OrderedDict()
 
 
-def _split(indices: Array, ends: tuple[int, ...]) -> Sequence[RowsOf]:
+def _split(indices: Array, ends: tuple[int, ...]) -> Sequence[ShardRows]:
     if indices.dtype.kind == "u":
         indices = np.minimum(indices, ends[-1])
     indices = indices.astype(np.int64)
@@ -122,6 +122,8 @@ def _split(indices: Array, ends: tuple[int, ...]) -> Sequence[RowsOf]:
     for end in ends:
         rows = indices - first
         mine = (rows.view(np.uint64) < end - first).nonzero()[0]  # negative ones are large then
-        parts.append(RowsOf(None, rows) if len(mine) == len(rows) else RowsOf(mine, rows.take(mine)))
+        parts.append(
+            ShardRows(None, rows) if len(mine) == len(rows) else ShardRows(mine, rows.take(mine))
+        )
         first = end
     return parts
