@@ -73,6 +73,14 @@ def page(plan: Plan, title: str = "Plan") -> str:
     )
 
 
+def framed(plan: Plan) -> str:
+    """A plan for notebooks: its page in a frame, so that its style stays there."""
+    return (
+        f'<iframe srcdoc="{escape(page(plan), quote=True)}" '
+        'style="width: 100%; height: 30rem; border: 1px solid #ccc"></iframe>'
+    )
+
+
 def _summary(plan: Plan) -> str:
     how = "optimal" if plan.proven else f"at most {plan.gap:.1%} above the optimum"
     return (

@@ -21,10 +21,9 @@ from phalanx.parallel.context import current_options, options_in_force
 from phalanx.parallel.hardware import Hardware
 from phalanx.parallel.laid_out_extended import LaidOutExtended
 from phalanx.parallel.laid_out_variable import LaidOutVariable, initial_parts, initial_shape
-from phalanx.parallel.modes import batch_spec
 from phalanx.parallel.options import AUTO_MODES, changed
 from phalanx.parallel.parallelizing import Setup, set_up
-from phalanx.parallel.placing import Cuts, factored_mesh, fitting, specs_on
+from phalanx.parallel.placing import Cuts, batch_spec, factored_mesh, fitting, specs_on
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import dataset_cuts
 from phalanx.parallel.running import ParallelRun, in_run
@@ -248,7 +247,7 @@ class AutoParallelExtended(LaidOutExtended):
             elif number < len(planned) and len(planned[number].shape) == rows.ndim:
                 spec = fitting(mesh, planned[number].spec, rows.shape, planned[number].name)
             else:
-                spec = batch_spec(rows.shape, mesh)
+                spec = batch_spec(rows.shape, mesh.shape)
             found: jax.Array = placed(rows, NamedSharding(mesh, spec))
             return found
 
