@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import threading
 from typing import Any
 
@@ -339,10 +340,8 @@ def test_predictions_keep_the_order_of_examples() -> None:
         piped(models.language(3), 3, "1f1b", 2).predict(params, x)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_the_bubble_of_a_timeline_is_that_of_the_schedule(name: str, chunks: int) -> None:
+def waiting_pipe(name: str, stages: int, chunks: int, micro_batches: int, seconds: float) -> Any:
     """Stages that wait stand for stages that compute, because the machine may have few cores."""
-    stages, micro_batches, seconds = 2, 4, 0.02
     clock = threading.Event()
 
     def slow(x: Any) -> Any:
@@ -367,29 +366,48 @@ def test_the_bubble_of_a_timeline_is_that_of_the_schedule(name: str, chunks: int
         return jnp.sum(g * x), g * w
 
     stage.defvjp(forward, backward)
-    parts = stages * chunks
-    pipe = pipeline(
-        [stage] * parts,
+    return pipeline(
+        [stage] * (stages * chunks),
         name,
         micro_batches,
         loss=jnp.mean,
         chunks=chunks,
         devices=DEVICES[:stages],
     )
-    params = pipe.place([jnp.float32(1)] * parts)
-    batch = np.ones((8, 2), "float32")
-    pipe.recorded(params, batch)  # compiles
-    formula = (stages - 1) / (chunks * micro_batches + stages - 1)
-    for _ in range(10):  # on a busy machine threads wake late, which is not the schedule's waiting
-        (value, _), timeline = pipe.recorded(params, batch)
-        if abs(timeline.bubble - formula) < 0.04:
-            break
-    assert timeline.bubble == pytest.approx(formula, abs=0.04)
+
+
+WAITING = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
+
+
+@pytest.mark.parametrize(("name", "chunks"), WAITING)
+def test_a_timeline_has_the_order_of_the_schedule(name: str, chunks: int) -> None:
+    stages, micro_batches = 2, 4
+    pipe = waiting_pipe(name, stages, chunks, micro_batches, seconds=0.001)
+    params = pipe.place([jnp.float32(1)] * (stages * chunks))
+    (value, _), timeline = pipe.recorded(params, np.ones((8, 2), "float32"))
     assert float(value) == pytest.approx(1.0)
-    assert len(timeline.actions) == sum(map(len, pipe.schedule.orders))
     order = [[t.action for t in timeline.actions if t.stage == i] for i in range(stages)]
     assert order == [list(row) for row in pipe.schedule.orders]
+    for i in range(stages):  # one after the other
+        spans = [(t.start, t.end) for t in timeline.actions if t.stage == i]
+        assert all(a[0] <= a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    formula = (stages - 1) / (chunks * micro_batches + stages - 1)
     assert pipe.schedule.bubble() == pytest.approx(formula)
+    busy = sum(t.end - t.start for t in timeline.actions)
+    assert timeline.bubble == pytest.approx(1 - busy / (stages * timeline.seconds))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "chunks"), WAITING)
+def test_the_bubble_of_a_timeline_is_that_of_the_schedule(name: str, chunks: int) -> None:
+    """The median of what was measured: on a busy machine threads wake late now and then."""
+    stages, micro_batches = 2, 4
+    pipe = waiting_pipe(name, stages, chunks, micro_batches, seconds=0.02)
+    params = pipe.place([jnp.float32(1)] * (stages * chunks))
+    batch = np.ones((8, 2), "float32")
+    pipe.recorded(params, batch)  # compiles
+    bubbles = [pipe.recorded(params, batch)[1].bubble for _ in range(9)]
+    assert statistics.median(bubbles) == pytest.approx(pipe.schedule.bubble(), abs=0.04)
 
 
 def test_a_stage_that_fails_ends_a_recorded_step() -> None:
