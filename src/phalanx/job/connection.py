@@ -60,6 +60,7 @@ def leave_job() -> None:
     with _lock:
         for _, connection in _connected:
             connection.disconnect()
+            connection.member.status.pending = None
         _connected.clear()
         ledger = _ledgers.pop() if _ledgers else None
         if ledger is not None:

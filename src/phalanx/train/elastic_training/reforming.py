@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from phalanx.collectives.groups import leave_world
+from phalanx.execution.throttle import THROTTLE
 from phalanx.job import jax_distributed
 from phalanx.job.connection import leave_job
 from phalanx.runtime.awaiting import is_any_left
@@ -48,6 +49,9 @@ def can_stay() -> str:
         return f"devices of type {jax.default_backend()} do not begin anew"
     if is_any_left():
         return "a program between workers has not come back"
+    THROTTLE.forget()
+    clear_caches()
+    jax.clear_caches()  # which keep constants of programs
     gc.collect()
     left = jax.live_arrays()
     if left:
@@ -67,7 +71,6 @@ def forget_devices() -> None:
     """Let JAX begin anew in this process."""
     jax_distributed.forget_devices()
     clear_caches()
-    gc.collect()
 
 
 def start_anew(state: CarriedState | None, step: int) -> NoReturn:
