@@ -27,6 +27,7 @@ from phalanx.job import jax_distributed
 from phalanx.job.connection import leave_job
 from phalanx.runtime.awaiting import is_any_left
 from phalanx.runtime.caches import clear_caches
+from phalanx.runtime.shared_numbers import begin_anew
 from phalanx.train.elastic_training.carried_state import CarriedState
 
 __all__ = ["CARRIED", "can_stay", "forget_devices", "leave_cluster", "start_anew", "take_over"]
@@ -71,6 +72,7 @@ def forget_devices() -> None:
     """Let JAX begin anew in this process."""
     jax_distributed.forget_devices()
     clear_caches()
+    begin_anew()
 
 
 def start_anew(state: CarriedState | None, step: int) -> NoReturn:
