@@ -41,6 +41,8 @@ class Limits:
         replacements: how many workers are started in place of lost ones, in total.
         patience: seconds to wait for workers while there are fewer than `minimum`.
         stopping: seconds for a worker to say where it stands after another has said so.
+        gathering: seconds for which one that waits at the door waits for others that are being started,
+            so that all come in together.
     """
 
     minimum: int
@@ -48,6 +50,7 @@ class Limits:
     replacements: int = 0
     patience: float = 300.0
     stopping: float = 30.0
+    gathering: float = 3.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum:
@@ -151,6 +154,7 @@ class _Worker:
     number: int
     name: str
     place: _Is = _Is.COMING
+    since: float = 0.0  # when it came to the door
     order: tuple[int, int] = (1, 0)  # in which workers get their ranks: those of before come first
     generation: int = 0  # the last one that it was in
     step: int = 0
@@ -238,6 +242,7 @@ class Membership:
         if found is None or found.place is not _Is.COMING:
             return []
         found.place, found.order, found.recoverable = _Is.WAITING, (1, worker), recoverable
+        found.since = now
         if self._generation is not None:
             self._news.append(f"{found.name} has come")
         return self._settle(now)
@@ -338,7 +343,9 @@ class Membership:
         leaving = any(w.wants_to_leave for w in members)
         staying = [w for w in members if not w.wants_to_leave]
         room = min(self._target, self.limits.maximum) - len(staying)
-        waits = any(not w.wants_to_leave for w in self._at(_Is.WAITING))
+        since = min((w.since for w in self._at(_Is.WAITING) if not w.wants_to_leave), default=now)
+        gathers = self._at(_Is.COMING) and now - since < self.limits.gathering
+        waits = any(not w.wants_to_leave for w in self._at(_Is.WAITING)) and not gathers
         if not leaving and not (waits and room > 0):
             return []
         order = Stop(tuple(w.number for w in running), leaving)
@@ -381,7 +388,7 @@ class Membership:
         if now - self._short_since < self.limits.patience:
             return orders
         return orders + self._fail(
-            f"{self._shortage(waiting)} None came within {self.limits.patience:g} seconds."
+            f"{self._shortage(waiting)} No other came within {self.limits.patience:g} seconds."
         )
 
     def _may_leave(self) -> list[_Worker]:
@@ -402,8 +409,8 @@ class Membership:
         here = ", ".join(w.name for w in waiting) or "none"
         happened = "; ".join(self._news) or "no worker has come"
         return (
-            f"A job of {self.limits.minimum} to {self.limits.maximum} workers needs "
-            f"{self.limits.minimum}, and {len(waiting)} wait for it ({here}): {happened}."
+            f"The job needs at least {self.limits.minimum} workers and has {len(waiting)} ({here}): "
+            f"{happened}."
         )
 
     def _new_generation(self, waiting: list[_Worker]) -> list[Order]:
