@@ -397,7 +397,8 @@ class Membership:
         leaving = [w for w in waiting if w.wants_to_leave]
         staying = [w for w in waiting if not w.wants_to_leave]
         is_safe = not staying or any(w.holds for w in staying) or all(w.recoverable for w in staying)
-        return leaving if is_safe or not any(w.holds for w in leaving) else []
+        has_room = len(leaving) < self.limits.maximum
+        return [] if has_room and not is_safe and any(w.holds for w in leaving) else leaving
 
     def _give_up_if_empty(self, orders: list[Order]) -> list[Order]:
         """None is left, and none is being started: there is no one to wait for."""
@@ -414,7 +415,10 @@ class Membership:
         )
 
     def _new_generation(self, waiting: list[_Worker]) -> list[Order]:
-        members = waiting[: min(self.limits.maximum, max(self._target, self.limits.minimum))]
+        leaving = [w for w in waiting if w.wants_to_leave]  # who hand over their state
+        room = min(self.limits.maximum - len(leaving), max(self._target, self.limits.minimum))
+        staying = [w for w in waiting if not w.wants_to_leave][:room]
+        members = sorted([*leaving, *staying], key=lambda w: w.order)
         holding = [w for w in members if w.holds]
         if not holding and self._progress > 0 and not all(w.recoverable for w in members):
             return self._fail(
