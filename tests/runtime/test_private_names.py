@@ -50,7 +50,6 @@ NEEDED: dict[tuple[str, ...], str] = {
     (f"{JAXLIB}get_distributed_runtime_client",): "join",
     (f"{JAXLIB}make_gloo_tcp_collectives",): "join",
     (f"{JAXLIB}get_distributed_runtime_service",): "start",
-    (f"{XLA}_backends",): "end",
     ("jax._src.api:clean_up",): "end",
     ("jax.extend.core:find_top_trace", "jax._src.core:unsafe_get_current_trace"): "tracing",
     ("jax.core:Tracer._trace",): "owning",

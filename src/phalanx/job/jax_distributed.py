@@ -9,8 +9,9 @@ import functools
 from typing import Any
 
 import jax
-from jax.extend.backend import clear_backends
+from jax.extend.backend import backends, clear_backends
 
+from phalanx.runtime import compat
 from phalanx.runtime.private_names import find, need
 
 _JOINING = "Computing with several processes"
@@ -22,8 +23,6 @@ _factories = find(_ADDRESS, "jax._src.xla_bridge:_backend_factories")
 _make_gloo = find(_ADDRESS, "jaxlib._jax:make_gloo_tcp_collectives")
 _make_cpu_client = find(_ADDRESS, "jax._src.xla_bridge:make_cpu_client")
 _clean_up = find(_ENDING, "jax._src.api:clean_up")
-_all_backends = find(_ENDING, "jax._src.xla_bridge:backends")
-_are_there = find(_ENDING, "jax._src.xla_bridge:backends_are_initialized")
 
 _HEARTBEAT = 7 * 24 * 3600
 """Seconds after which JAX would end the process because of a silent peer; Phalanx is much quicker."""
@@ -92,8 +91,7 @@ def abandon_backends() -> None:
 
 def _keep_backends() -> None:
     """Never destroy the backends: that would wait for their programs."""
-    need(_all_backends, _are_there)
-    for backend in _all_backends().values() if _are_there() else ():
+    for backend in backends().values() if compat.backends_are_initialized() else ():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 

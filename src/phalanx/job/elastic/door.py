@@ -140,6 +140,10 @@ class Door:
 
         self._loop.call(tell)
 
+    def fail(self, text: str) -> None:
+        """The program has failed: let all who wait know."""
+        self._loop.call(lambda: self._do(self._state.fail(text)))
+
     def all_leave(self) -> None:
         """All machines will be taken away."""
 

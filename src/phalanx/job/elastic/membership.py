@@ -310,6 +310,10 @@ class Membership:
         missing = size - len(staying)
         return [*orders, Spawn(missing)] if missing > 0 and not self.is_over else orders
 
+    def fail(self, text: str) -> list[Order]:
+        """The program has failed, and would fail again."""
+        return [] if self.is_over else self._fail(text)
+
     def tick(self, now: float) -> list[Order]:
         """Time has passed."""
         return self._settle(now)

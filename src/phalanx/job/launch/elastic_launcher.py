@@ -132,7 +132,9 @@ class _Workers:
         self._running[self._number_at(place)] = process
 
     def exited(self, place: int, code: int) -> None:
-        if self.ending.reason is None or is_lost(code):
+        if code != 0 and not is_lost(code):
+            self._door.fail(f"{self._tasks[place]} {describe_exit(code)}.")
+        elif self.ending.reason is None or is_lost(code):
             if code != 0 and self.ending.reason is None:
                 self._view.goes_on(self._tasks[place], code)
             replaces = code not in (0, LEFT_CODE)
@@ -191,7 +193,8 @@ class _Workers:
 
     def failed(self, text: str) -> None:
         """The job cannot go on."""
-        self.failure = text
+        if self.ending.reason is None:
+            self.failure = text
         self._wake()
 
     def address_of(self, worker: int) -> str:

@@ -101,6 +101,11 @@ class ElasticContext:
         return self._position["epoch"]
 
     @property
+    def is_ending(self) -> bool:
+        """Whether this generation ends after one of the next steps, because workers come or go."""
+        return self._stop.is_pending
+
+    @property
     def scale(self) -> float:
         """`batch_size` divided by what it is with as many workers as there may be, 1 if it is kept.
 
