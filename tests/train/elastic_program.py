@@ -71,6 +71,8 @@ KEPT: list[Any] = []
 
 def main(folder: Path, plan: dict[str, str], epochs: int, options: dict[str, Any]) -> None:
     """Train; the last line is the weights."""
+    if NUMBER >= 3:  # a replacement: let the others form a generation without it first
+        wait_for((folder / "0@9.done").exists)
     with open(folder / f"{os.getpid()}.jsonl", "a", buffering=1) as history:
         metric_wanted = options.pop("metric", False)
         deeds = Deeds(plan, folder)

@@ -266,6 +266,8 @@ class ElasticContext:
             position["epoch"] += 1
             position["examples"] = 0
         self._remember()
+        if self._manager is not None and self._saving.every is not None:
+            self._save()  # so that a job that is started again knows that it is done
 
     def _distributed(
         self, dataset: Dataset, batched: Callable[[Dataset], Dataset] | None
@@ -303,6 +305,11 @@ class ElasticContext:
                 self._save()
                 self._manager.sync()
             raise MembershipChange
+
+    def close(self) -> None:
+        """The training has ended: wait for a checkpoint that is under way."""
+        if self._manager is not None:
+            self._manager.sync()
 
     def end(self, failed: bool) -> tuple[int, CarriedState | None]:
         """What this worker carries over: a step, and the state after it if it has all of that.

@@ -126,7 +126,8 @@ class _Session:
         strategy = MultiWorkerMirroredStrategy(communication_options=self._options)
         workers, rank = strategy.extended._input_worker
         entry = Entry(1, rank, ("",) * workers, maximum=workers)
-        return self._train_fn(self._context(strategy, entry, None))
+        with contextlib.closing(self._context(strategy, entry, None)) as context:
+            return self._train_fn(context)
 
     def run(self, visitor: Visitor) -> Any:
         """Train in one generation after the other, until all have come to the end."""
@@ -164,6 +165,7 @@ class _Session:
             strategy = MultiWorkerMirroredStrategy(communication_options=self._options)
             context = self._context(strategy, entry, visitor)
             self._result = self._train_fn(context)
+            context.close()
             visitor.finished(context.step)
             released = visitor.wait_for_end()
             if released is not None:
