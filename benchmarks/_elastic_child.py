@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -43,7 +44,7 @@ def phalanx(folder: Path) -> None:
     x = rng.normal(size=(BATCH * STEPS, SIZES[0])).astype(np.float32)
     y = rng.integers(0, SIZES[-1], size=BATCH * STEPS)
     dataset = px.data.Dataset.from_tensor_slices((x, y))
-    shapes = list(zip(SIZES, SIZES[1:], strict=False))
+    shapes = list(itertools.pairwise(SIZES))
 
     def train(job: px.train.ElasticContext) -> None:
         strategy = job.strategy
@@ -92,7 +93,7 @@ def torch(folder: Path) -> None:
     t.manual_seed(0)
     t.set_num_threads(1)
     layers: list[t.nn.Module] = []
-    for before, after in zip(SIZES, SIZES[1:], strict=False):
+    for before, after in itertools.pairwise(SIZES):
         layers += [t.nn.Linear(before, after, bias=False), t.nn.Tanh()]
     model = DistributedDataParallel(t.nn.Sequential(*layers[:-1]))
     optimizer = t.optim.Adam(model.parameters(), 0.001)

@@ -1,7 +1,7 @@
 """Elastic training: seconds from the death of a worker to the next step, against torchrun.
 
-``python benchmarks/elastic.py`` starts jobs of three workers in turns, of which the last kills itself in
-the middle (SIGKILL), prints a table and writes it to ``benchmarks/results/elastic.md``.
+``python benchmarks/elastic.py`` starts jobs of three workers in turns, of which the last kills itself
+in the middle (SIGKILL), prints a table and writes it to ``benchmarks/results/elastic.md``.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def report(ways: Sequence[Way], rounds: int) -> str:
         rows.append([way.name, way.goes_on, median_and_spread(times[way.key]), share])
     return f"""# Elastic training: from the death of a worker to the next step
 
-{WORKERS} workers with one CPU device each train 784-512-512-10 by Adam; in the middle, the last one kills
-itself (SIGKILL). The time ends when the first worker has made the next step. It includes noticing the
-death, forming the workers anew, restoring the state and compiling the step. The median of {rounds} rounds,
-and their range.
+{WORKERS} workers with one CPU device each train 784-512-512-10 by Adam; in the middle, the last one
+kills itself (SIGKILL). The time ends when the first worker has made the next step. It includes noticing
+the death, forming the workers anew, restoring the state and compiling the step. The median of {rounds}
+rounds, and their range.
 
 {harness.markdown_table(rows)}
 

@@ -4,9 +4,9 @@
     phalanx run --workers 1:2 examples/elastic.py
     phalanx run --workers 1:2 examples/elastic.py --lose-at 10
 
-All print the same losses. With `--lose-at` the second worker kills itself before that step: the first one
-goes on alone, with the whole of each global batch, and `phalanx run` starts another worker, which joins
-at the next step that both agree on. While it runs, `phalanx resize 1` makes it smaller.
+All print the same losses. With `--lose-at` the second worker kills itself before that step: the first
+one goes on alone, with the whole of each global batch, and `phalanx run` starts another worker, which
+joins at the next step that both agree on. While it runs, `phalanx resize 1` makes it smaller.
 """
 
 import argparse
