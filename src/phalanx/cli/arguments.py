@@ -12,7 +12,7 @@ from phalanx.errors import InvalidValueError
 from phalanx.job.launch.from_resolver import parse_arguments, parse_task, resolved
 
 __all__ = [
-    "Wanted",
+    "WantedWorkers",
     "add_resolver_arguments",
     "count",
     "positive",
@@ -80,7 +80,7 @@ def worker_range(text: str) -> tuple[int, int | None]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedWorkers:
     """How many workers a job has: at least, at most, and at first."""
 
     least: int
@@ -89,11 +89,11 @@ class Wanted:
     is_range: bool
 
 
-def wanted_workers(given: Sequence[tuple[int, int | None]]) -> Wanted:
+def wanted_workers(given: Sequence[tuple[int, int | None]]) -> WantedWorkers:
     """What ``-n N``, ``--workers MIN:MAX`` or both mean.
 
     >>> wanted_workers([(2, 8)])
-    Wanted(least=2, most=8, first=8, is_range=True)
+    WantedWorkers(least=2, most=8, first=8, is_range=True)
     >>> wanted_workers([(3, None), (2, 8)]).first
     3
     """
@@ -103,7 +103,7 @@ def wanted_workers(given: Sequence[tuple[int, int | None]]) -> Wanted:
         raise InvalidValueError(f"Give one range of workers. Received: {ranges}")
     if not ranges:
         number = numbers[-1] if numbers else 1
-        return Wanted(number, number, number, False)
+        return WantedWorkers(number, number, number, False)
     least, most = ranges[0]
     first = numbers[-1] if numbers else most
     if not least <= first <= most:
@@ -111,4 +111,4 @@ def wanted_workers(given: Sequence[tuple[int, int | None]]) -> Wanted:
             f"The job has {least} to {most} workers, so it cannot begin with another number. "
             f"Received: -n {first}"
         )
-    return Wanted(least, most, first, True)
+    return WantedWorkers(least, most, first, True)

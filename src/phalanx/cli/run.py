@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from phalanx.cli.arguments import (
-    Wanted,
+    WantedWorkers,
     add_resolver_arguments,
     count,
     positive,
@@ -24,7 +24,7 @@ from phalanx.cli.arguments import (
 )
 from phalanx.cli.terminal import JobView
 from phalanx.errors import InvalidValueError, NotFoundError
-from phalanx.job.elastic.membership import Limits
+from phalanx.job.elastic.membership import WorkerLimits
 from phalanx.job.launch.elastic_launcher import run_elastic_job
 from phalanx.job.launch.exit_policy import Patience
 from phalanx.job.launch.from_resolver import RESOLVERS, resolved_config
@@ -204,7 +204,7 @@ def run(options: argparse.Namespace) -> int:
         return run_elastic_job(job, view, limits, wanted.first).exit_code
 
 
-def _limits(options: argparse.Namespace, wanted: Wanted) -> Limits | None:
+def _limits(options: argparse.Namespace, wanted: WantedWorkers) -> WorkerLimits | None:
     """How the workers may come and go; None if they may not."""
     if not wanted.is_range:
         if options.wait is not None:
@@ -221,7 +221,7 @@ def _limits(options: argparse.Namespace, wanted: Wanted) -> Limits | None:
         )
     patience = 300.0 if options.wait is None else options.wait
     replacements = 3 if options.restarts is None else options.restarts
-    return Limits(wanted.least, wanted.most, replacements, patience)
+    return WorkerLimits(wanted.least, wanted.most, replacements, patience)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import jax
-from jax.extend.backend import backends, clear_backends
 
 from phalanx.runtime import compat
 from phalanx.runtime.private_names import find, need
@@ -22,6 +21,9 @@ _make_client = find(_JOINING, "jaxlib._jax:get_distributed_runtime_client")
 _factories = find(_ADDRESS, "jax._src.xla_bridge:_backend_factories")
 _make_gloo = find(_ADDRESS, "jaxlib._jax:make_gloo_tcp_collectives")
 _make_cpu_client = find(_ADDRESS, "jax._src.xla_bridge:make_cpu_client")
+_STAYING = "Joining other processes once more"
+_all_backends = find(_ENDING, "jax.extend.backend:backends")
+_clear_backends = find(_STAYING, "jax.extend.backend:clear_backends")
 _clean_up = find(_ENDING, "jax._src.api:clean_up")
 
 _HEARTBEAT = 7 * 24 * 3600
@@ -91,7 +93,8 @@ def abandon_backends() -> None:
 
 def _keep_backends() -> None:
     """Never destroy the backends: that would wait for their programs."""
-    for backend in backends().values() if compat.backends_are_initialized() else ():
+    need(_all_backends)
+    for backend in _all_backends().values() if compat.backends_are_initialized() else ():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
@@ -101,8 +104,9 @@ def forget_devices() -> None:
     All arrays, devices and compiled programs of before are useless. The old backends are not destroyed,
     which would wait for programs that may never end.
     """
+    need(_clear_backends)
     _keep_backends()
-    clear_backends()
+    _clear_backends()
 
 
 def publish(key: str, value: str) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from phalanx.job.elastic.visitor import NUMBER, Entry, Released, Visitor
+from phalanx.job.elastic.visitor import NUMBER, GenerationEntry, Released, Visitor
 
 DEADLINE = 60.0  # seconds
 
@@ -39,7 +39,7 @@ def main(folder: Path, plan: str) -> int:
         answer = visitor.wait()
         if isinstance(answer, Released):
             return 143 if answer.why == "left" else 0
-        assert isinstance(answer, Entry)
+        assert isinstance(answer, GenerationEntry)
         print(
             f"{number} in {answer.generation}: {', '.join(answer.names)}; {answer.reason}", flush=True
         )

@@ -11,14 +11,14 @@ from phalanx.errors import InvalidValueError
 from phalanx.job.elastic.membership import (
     Again,
     Begin,
+    ElasticMembership,
     End,
     Fail,
-    Limits,
-    Membership,
     Order,
     Release,
     Spawn,
     Stop,
+    WorkerLimits,
 )
 
 LAST = 6  # steps of a training
@@ -38,8 +38,8 @@ class Process:
 class World:
     """A job whose workers really have states, which real workers would exchange as they are told."""
 
-    def __init__(self, limits: Limits, size: int, spread: bool) -> None:
-        self.job = Membership(limits, size)
+    def __init__(self, limits: WorkerLimits, size: int, spread: bool) -> None:
+        self.job = ElasticMembership(limits, size)
         self.spread = spread  # whether the state is lost with any worker, but for a checkpoint
         self.now = 0.0
         self.alive: dict[int, Process] = {}
@@ -198,7 +198,7 @@ def test_every_step_counts_once_whatever_happens(
     moves: list[tuple[str, int]],
 ) -> None:
     least, most = bounds
-    limits = Limits(least, most, replacements, patience=60.0, stopping=20.0)
+    limits = WorkerLimits(least, most, replacements, patience=60.0, stopping=20.0)
     world = World(limits, min(most, least + first), spread)
     for kind, which in moves:
         world.move(kind, which)
@@ -213,8 +213,8 @@ def test_every_step_counts_once_whatever_happens(
         assert world.results
 
 
-def start(limits: Limits, size: int) -> tuple[Membership, list[Order]]:
-    job = Membership(limits, size)
+def start(limits: WorkerLimits, size: int) -> tuple[ElasticMembership, list[Order]]:
+    job = ElasticMembership(limits, size)
     orders: list[Order] = []
     for number in range(size):
         orders += job.started(number, f"worker {number}", 0.0)
@@ -224,7 +224,7 @@ def start(limits: Limits, size: int) -> tuple[Membership, list[Order]]:
 
 
 def test_a_lost_worker_is_named_when_too_few_are_left() -> None:
-    job, _ = start(Limits(2, 2, patience=5.0), 2)
+    job, _ = start(WorkerLimits(2, 2, patience=5.0), 2)
     assert job.gone(1, "was killed by signal 9 (SIGKILL)", 2.0) == []
     assert job.stopped(0, 3, True, 2.1) == []
     assert job.tick(7.0) == []
@@ -235,7 +235,7 @@ def test_a_lost_worker_is_named_when_too_few_are_left() -> None:
 
 
 def test_survivors_take_the_state_of_the_one_that_is_ahead() -> None:
-    job, _ = start(Limits(1, 3), 3)
+    job, _ = start(WorkerLimits(1, 3), 3)
     job.gone(0, "was killed", 2.0)
     assert job.stopped(1, 6, True, 2.1) == []
     [order] = job.stopped(2, 7, True, 2.2)
@@ -245,7 +245,7 @@ def test_survivors_take_the_state_of_the_one_that_is_ahead() -> None:
 
 
 def test_who_waits_at_the_door_comes_in_at_the_next_stop() -> None:
-    job, _ = start(Limits(1, 2), 1)
+    job, _ = start(WorkerLimits(1, 2), 1)
     assert job.resize(2, 1.5) == [Spawn(1)]
     job.started(5, "worker 1", 2.0)
     assert job.arrived(5, 3.0) == [Stop((0,), save=False)]
@@ -257,7 +257,7 @@ def test_who_waits_at_the_door_comes_in_at_the_next_stop() -> None:
 
 
 def test_newcomers_that_start_together_come_in_together() -> None:
-    job, _ = start(Limits(1, 3), 1)
+    job, _ = start(WorkerLimits(1, 3), 1)
     assert job.resize(3, 1.5) == [Spawn(2)]
     job.started(1, "worker 1", 2.0)
     job.started(2, "worker 2", 2.0)
@@ -266,14 +266,14 @@ def test_newcomers_that_start_together_come_in_together() -> None:
 
 
 def test_a_worker_that_says_nothing_is_ended() -> None:
-    job, _ = start(Limits(1, 2, stopping=4.0), 2)
+    job, _ = start(WorkerLimits(1, 2, stopping=4.0), 2)
     assert job.stopped(0, 3, True, 2.0) == []  # the hub has named worker 1, which is frozen
     assert job.tick(5.0) == []
     assert job.tick(6.0) == [End(1)]
 
 
 def test_one_that_has_finished_comes_back_for_one_that_has_not() -> None:
-    job, _ = start(Limits(1, 3), 3)
+    job, _ = start(WorkerLimits(1, 3), 3)
     assert job.finished(0, 10, 2.0) == []
     job.gone(2, "was killed", 2.1)
     assert job.stopped(1, 9, True, 2.2) == [Again(0)]
@@ -283,7 +283,7 @@ def test_one_that_has_finished_comes_back_for_one_that_has_not() -> None:
 
 
 def test_the_last_one_hands_its_state_over_before_it_leaves() -> None:
-    job, _ = start(Limits(1, 2), 1)
+    job, _ = start(WorkerLimits(1, 2), 1)
     job.resize(2, 1.5)
     job.started(1, "worker 1", 2.0)
     job.arrived(1, 2.5)
@@ -301,7 +301,7 @@ def test_the_last_one_hands_its_state_over_before_it_leaves() -> None:
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(InvalidValueError, match="3:2"):
-        Limits(3, 2)
-    job, _ = start(Limits(2, 3), 2)
+        WorkerLimits(3, 2)
+    job, _ = start(WorkerLimits(2, 3), 2)
     with pytest.raises(InvalidValueError, match="2 to 3 workers"):
         job.resize(4, 2.0)

@@ -16,10 +16,10 @@ from phalanx.errors import InvalidValueError
 from phalanx.job.elastic.membership import (
     Again,
     Begin,
+    ElasticMembership,
     End,
     Fail,
     Generation,
-    Membership,
     Order,
     Release,
     Spawn,
@@ -83,7 +83,7 @@ class Door:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: ElasticMembership,
         token: str,
         launcher: Host,
         host: str = "127.0.0.1",
@@ -119,7 +119,7 @@ class Door:
             thread.join(10.0)
 
     @property
-    def membership(self) -> Membership:
+    def membership(self) -> ElasticMembership:
         """Who is in."""
         return self._state
 

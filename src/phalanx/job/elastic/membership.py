@@ -19,20 +19,20 @@ from phalanx.errors import InvalidValueError
 __all__ = [
     "Again",
     "Begin",
+    "ElasticMembership",
     "End",
     "Fail",
     "Generation",
-    "Limits",
-    "Membership",
     "Order",
     "Release",
     "Spawn",
     "Stop",
+    "WorkerLimits",
 ]
 
 
 @dataclass(frozen=True)
-class Limits:
+class WorkerLimits:
     """How many workers a job has, and how long it waits.
 
     Args:
@@ -163,7 +163,7 @@ class _Worker:
     wants_to_leave: bool = False
 
 
-class Membership:
+class ElasticMembership:
     """The workers of one job.
 
     Args:
@@ -171,7 +171,7 @@ class Membership:
         size: how many are wanted at first; as many as possible if None.
 
     Examples:
-        >>> job = Membership(Limits(1, 2))
+        >>> job = ElasticMembership(WorkerLimits(1, 2))
         >>> for worker in (0, 1):
         ...     _ = job.started(worker, f"worker {worker}", now=0.0)
         >>> job.arrived(0, now=1.0)
@@ -188,7 +188,7 @@ class Membership:
         'worker 0 was killed'
     """
 
-    def __init__(self, limits: Limits, size: int | None = None) -> None:
+    def __init__(self, limits: WorkerLimits, size: int | None = None) -> None:
         self.limits = limits
         self._target = limits.maximum if size is None else size
         self._workers: dict[int, _Worker] = {}

@@ -17,7 +17,7 @@ from phalanx.net.client import RequestClient
 from phalanx.net.framing import Message
 from phalanx.runtime.formatting import shown
 
-__all__ = ["ADDRESS", "NUMBER", "Entry", "Released", "Visitor"]
+__all__ = ["ADDRESS", "NUMBER", "GenerationEntry", "Released", "Visitor"]
 
 ADDRESS, NUMBER = "PHALANX_DOOR", "PHALANX_DOOR_NUMBER"
 """Where the door of the job is, and which worker this process is there."""
@@ -29,7 +29,7 @@ _SAY_EVERY = 60.0  # seconds
 
 
 @dataclass(frozen=True)
-class Entry:
+class GenerationEntry:
     """What a worker is told when its generation begins.
 
     Args:
@@ -68,7 +68,7 @@ class Entry:
         return {"TF_CONFIG": json.dumps(config), "PHALANX_HUB": self.hub}
 
     @classmethod
-    def from_message(cls, fields: Mapping[str, Any]) -> Entry:
+    def from_message(cls, fields: Mapping[str, Any]) -> GenerationEntry:
         """What the door has sent."""
         return cls(
             int(fields["generation"]),
@@ -103,7 +103,9 @@ class Visitor:
     def __init__(self, address: str, token: str, number: int) -> None:
         self._number = number
         self._changed = threading.Condition()
-        self._answer: Entry | Released | str | None = None  # a string is why the job has failed
+        self._answer: GenerationEntry | Released | str | None = (
+            None  # a string is why the job has failed
+        )
         self._is_closed = False
         self._wants_stop: bool | None = None  # whether with a checkpoint
         self._on_stop: Callable[[], None] = lambda: None
@@ -170,7 +172,7 @@ class Visitor:
         if known:
             callback()
 
-    def wait(self) -> Entry | Released:
+    def wait(self) -> GenerationEntry | Released:
         """Wait until this worker is let in, or may end.
 
         It lasts as long as the launcher says nothing else. The end of the launcher, and a job that has
@@ -208,11 +210,11 @@ class Visitor:
         callback: Callable[[], None] = lambda: None  # noqa: E731
         with self._changed:
             if kind == "begin":
-                self._answer, self._wants_stop = Entry.from_message(fields), None
+                self._answer, self._wants_stop = GenerationEntry.from_message(fields), None
             elif kind == "release":
                 self._answer = Released(str(fields["why"]))
             elif kind == "again":
-                self._answer = Entry()
+                self._answer = GenerationEntry()
             elif kind == "failure":
                 self._answer = str(fields["text"])
             elif kind == "stop":

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from phalanx.errors import InvalidValueError
 from phalanx.job.elastic.door import Door
-from phalanx.job.elastic.membership import Generation, Limits, Membership
+from phalanx.job.elastic.membership import ElasticMembership, Generation, WorkerLimits
 from phalanx.job.elastic.visitor import ADDRESS, NUMBER
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit
 from phalanx.job.hub.server import Hub
@@ -46,7 +46,7 @@ class ElasticDisplay(JobDisplay, Protocol):
         """A process is started while the job runs."""
 
 
-def run_elastic_job(job: Job, view: ElasticDisplay, limits: Limits, size: int) -> JobOutcome:
+def run_elastic_job(job: Job, view: ElasticDisplay, limits: WorkerLimits, size: int) -> JobOutcome:
     """Run a job until it has come to its end, or cannot go on.
 
     Args:
@@ -66,7 +66,7 @@ def run_elastic_job(job: Job, view: ElasticDisplay, limits: Limits, size: int) -
         Interrupts() as interrupts,
         placed_tasks(job) as tasks,
         contextlib.closing(_Workers(job, tasks, token, view)) as workers,
-        Door(Membership(limits, size), token, workers, host, workers) as door,
+        Door(ElasticMembership(limits, size), token, workers, host, workers) as door,
         announced(RunningJob(os.getpid(), job.name, door.address, token, door=door.address)) as update,
     ):
         workers.open(door, update)

@@ -22,7 +22,7 @@ def check_policy(policy: Any) -> BatchPolicy:
     if isinstance(policy, str) and policy in _NAMES:
         return policy
     if callable(policy):
-        return policy  # type: ignore[no-any-return]
+        return policy
     raise InvalidValueError(
         f"`policy` must be one of {', '.join(map(repr, _NAMES))}, or a function that takes the number "
         f"of workers and returns the size of the global batch. Received: {shown(policy)}"

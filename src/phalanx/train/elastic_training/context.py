@@ -18,7 +18,7 @@ from phalanx.data.distribute.distributed_dataset import DistributedDataset
 from phalanx.data.plan.dataset_options import AutoShardPolicy, Options
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError, PhalanxError
 from phalanx.job.bootstrap import JobConnection
-from phalanx.job.elastic.visitor import Entry, Visitor
+from phalanx.job.elastic.visitor import GenerationEntry, Visitor
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer
 from phalanx.train.agreed_stop import AgreedStop
@@ -63,7 +63,7 @@ class ElasticContext:
     def __init__(
         self,
         strategy: Strategy,
-        entry: Entry,
+        entry: GenerationEntry,
         batch_size: int,
         full_batch_size: int,
         saving: Saving,
@@ -176,7 +176,7 @@ class ElasticContext:
         checkpoint.replace_values(restoring.give())
         self._carried = None
 
-    def _from_source(self, entry: Entry, carried: CarriedState | None) -> CarriedState:
+    def _from_source(self, entry: GenerationEntry, carried: CarriedState | None) -> CarriedState:
         """The state of the one that has it, for those that do not; all take part."""
         assert self._connection is not None
         assert entry.source is not None

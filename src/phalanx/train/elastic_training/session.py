@@ -15,7 +15,7 @@ from phalanx.core import context as ctx
 from phalanx.core.options import CommunicationOptions
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.job.connection import connected
-from phalanx.job.elastic.visitor import Entry, Released, Visitor
+from phalanx.job.elastic.visitor import GenerationEntry, Released, Visitor
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -101,7 +101,7 @@ def elastic(
     if visitor is None:
         return session.once()
     with contextlib.closing(visitor), _notices(visitor):
-        return session.run(visitor)  # type: ignore[no-any-return]
+        return session.run(visitor)
 
 
 class _Session:
@@ -125,7 +125,7 @@ class _Session:
         """Train with the workers that there are."""
         strategy = MultiWorkerMirroredStrategy(communication_options=self._options)
         workers, rank = strategy.extended._input_worker
-        entry = Entry(1, rank, ("",) * workers, maximum=workers)
+        entry = GenerationEntry(1, rank, ("",) * workers, maximum=workers)
         with contextlib.closing(self._context(strategy, entry, None)) as context:
             return self._train_fn(context)
 
@@ -140,7 +140,7 @@ class _Session:
         while True:
             answer = visitor.wait()
             if isinstance(answer, Released):
-                _end(answer)
+                sys.exit(_exit_code(answer))
             if self._train(visitor, answer):
                 return self._result
             why = reforming.can_stay()
@@ -150,7 +150,7 @@ class _Session:
             reforming.forget_devices()
             visitor.stopped(self._step, self._carried is not None)
 
-    def _train(self, visitor: Visitor, entry: Entry) -> bool:
+    def _train(self, visitor: Visitor, entry: GenerationEntry) -> bool:
         """Train in a generation; returns whether it was the last."""
         if entry.generation > 1:
             _log.warning("Generation %d, %d workers: %s.", entry.generation, entry.size, entry.reason)
@@ -160,6 +160,7 @@ class _Session:
             else:
                 os.environ[name] = value
         context: ElasticContext | None = None
+        strategy: MultiWorkerMirroredStrategy | None = None
         depth, failed = ctx.depth(), True
         try:
             strategy = MultiWorkerMirroredStrategy(communication_options=self._options)
@@ -186,14 +187,14 @@ class _Session:
         return False
 
     def _context(
-        self, strategy: MultiWorkerMirroredStrategy, entry: Entry, visitor: Visitor | None
+        self, strategy: MultiWorkerMirroredStrategy, entry: GenerationEntry, visitor: Visitor | None
     ) -> ElasticContext:
         sizes = [
             batch_size_for(self._policy, self._batch_size, workers, entry.maximum)
             for workers in (entry.size, entry.maximum)
         ]
         return ElasticContext(
-            strategy, entry, *sizes, self._saving, connected(), visitor, self._carried
+            strategy, entry, sizes[0], sizes[1], self._saving, connected(), visitor, self._carried
         )
 
 
@@ -207,13 +208,13 @@ def _is_change(error: Exception) -> bool:
     return failure is not None and failure.kind in _CHANGES
 
 
-def _end(released: Released) -> None:
-    """End a worker that is not needed any more."""
+def _exit_code(released: Released) -> int:
+    """How a worker ends that is not needed any more."""
     if released.why == "left":
         _log.warning("This worker has left the job, as it was asked to.")
-        sys.exit(RESTARTABLE_EXIT_CODE)
+        return RESTARTABLE_EXIT_CODE
     _log.warning("The job has ended before this worker was let in.")
-    sys.exit(0)
+    return 0
 
 
 @contextlib.contextmanager
