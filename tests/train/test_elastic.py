@@ -1,4 +1,4 @@
-"""Elastic training: whoever comes and goes, every example counts once and the weights are the same."""
+"""Elastic training: workers come and go, every example counts once, and the weights are the same."""
 
 from __future__ import annotations
 
