@@ -159,3 +159,16 @@ def test_a_language_model_in_four_stages() -> None:
     found = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
     assert len(found) == 4
     assert found[-1] < found[0] < 4
+
+
+def test_a_training_that_loses_a_worker_learns_the_same() -> None:
+    def last_loss(command: list[str]) -> str:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        (found,) = set(re.findall(r"the last loss is ([\d.]+)", done.stdout))
+        return found
+
+    script = str(EXAMPLES / "elastic.py")
+    run = [sys.executable, "-m", "phalanx", "run", "--workers", "1:2", "--restarts", "0"]
+    lost = last_loss([*run, script, "--lose-at", "10"])
+    assert float(lost) == pytest.approx(float(last_loss([sys.executable, script])), abs=1e-4)

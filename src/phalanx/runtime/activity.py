@@ -35,6 +35,12 @@ def watched_by(watcher: Watcher, check: Callable[[], None] | None = None) -> Non
     _checks[:] = [] if check is None else [check]
 
 
+def watched_by_none() -> None:
+    """Tell no watcher any more."""
+    _watchers.clear()
+    _checks.clear()
+
+
 def check() -> None:
     """Raise if what this process does is in vain, because its job has failed.
 

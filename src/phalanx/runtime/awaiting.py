@@ -23,7 +23,7 @@ from typing import Any
 from phalanx.runtime.deadlines import STUCK_EXIT_CODE
 from phalanx.runtime.interrupts import Bell, start
 
-__all__ = ["Waiter"]
+__all__ = ["Waiter", "is_any_left"]
 
 _LOOK_EVERY = 0.1  # seconds
 _PATIENCE_AT_EXIT = 5.0  # seconds
@@ -74,6 +74,11 @@ class Waiter:
             raise
         if awaited.error is not None:
             raise awaited.error
+
+
+def is_any_left() -> bool:
+    """Whether a thread waits for a program that the process has left."""
+    return any(not each.is_over for each in _left)
 
 
 def _look_until_over(awaited: _Awaited, look: Callable[[], None]) -> None:

@@ -31,6 +31,8 @@ from phalanx.train.checkpoints.reader import (
 )
 from phalanx.train.checkpoints.state import latest_checkpoint
 from phalanx.train.checkpoints.status import CheckpointStatus
+from phalanx.train.elastic_training.context import ElasticContext
+from phalanx.train.elastic_training.session import elastic
 from phalanx.train.gradient_communication import GradientCommunication
 from phalanx.train.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from phalanx.train.loop import LoopResults, loop
@@ -55,6 +57,7 @@ __all__ = [
     "CheckpointStatus",
     "ClusterDef",
     "ClusterSpec",
+    "ElasticContext",
     "Example",
     "Feature",
     "Features",
@@ -79,6 +82,7 @@ __all__ = [
     "broadcast_parameters",
     "checkpoints_iterator",
     "convert_checkpoint",
+    "elastic",
     "export_weights",
     "latest_checkpoint",
     "list_variables",

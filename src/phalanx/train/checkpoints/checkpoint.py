@@ -193,7 +193,7 @@ class Checkpoint:
         line.total = restoring.size
         others = restoring.give()
         if others:
-            self._replace(others)
+            self.replace_values(others)
         line.done()
         missing = [name for name in restoring.missing if name != _COUNTER]
         count = len(things) - len(restoring.missing)
@@ -214,7 +214,11 @@ class Checkpoint:
     def _found(self) -> dict[str, Any]:
         return found(self._objects())
 
-    def _replace(self, values: Mapping[str, Any]) -> None:
+    def things(self) -> dict[str, Any]:
+        """The variables, arrays, numbers and stateful objects, by name."""
+        return self._found()
+
+    def replace_values(self, values: Mapping[str, Any]) -> None:
         """Put arrays and numbers where they belong."""
         for name, thing in replaced(self._objects(), values).items():
             if name == "":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import logging
 import shutil
 import threading
@@ -23,6 +22,7 @@ from phalanx.job.bootstrap import JobConnection
 from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import start
+from phalanx.runtime.shared_numbers import SharedCount
 from phalanx.train.checkpoints import files, orbax_files
 from phalanx.train.checkpoints.contents import Contents
 from phalanx.train.checkpoints.options import CheckpointOptions
@@ -32,7 +32,7 @@ __all__ = ["Order", "Saver"]
 
 _log = logging.getLogger("phalanx")
 
-_serials = itertools.count()
+_serials = SharedCount()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Saver:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._serial, self._shared = next(_serials), 0
+        self._serial, self._shared = _serials.next(), 0
 
     def next_number(self) -> str:
         """Of the next checkpoint that workers save together, all with their savers of this serial."""
