@@ -146,6 +146,19 @@ class World:
         if self.alive.pop(number, None) is not None:
             self.do(self.job.gone(number, "was killed", self.now))
 
+    def tear(self, ahead: int) -> None:
+        """All begin a step, one has made it, and another one dies before the rest have."""
+        members = list(self.members.values())
+        if self.failed or len(members) < 2 or any(p.place != "running" for p in members):
+            return
+        for process in members:
+            while process.place == "running" and process.begun == len(process.applied) < LAST:
+                self.step(process)
+        if any(p.place != "running" for p in members):
+            return
+        self.step(members[ahead % len(members)])
+        self.die(members[(ahead + 1) % len(members)].number)
+
     def move(self, kind: str, which: int) -> None:
         self.now += 0.25
         if self.job.is_over or not self.alive:
@@ -153,6 +166,8 @@ class World:
         process = list(self.alive.values())[which % len(self.alive)]
         if kind == "die":
             self.die(process.number)
+        elif kind == "tear":
+            self.tear(which)
         elif kind == "leave":
             self.do(self.job.leaves(process.number, self.now))
         elif kind == "resize":
@@ -179,27 +194,34 @@ class World:
         raise AssertionError(f"the job does not end: {self.job.describe()}")
 
 
-KINDS = ["step"] * 6 + ["stop"] * 3 + ["arrive"] * 3 + ["die", "leave", "resize", "wait"]
+KINDS = (
+    ["step"] * 6 + ["stop"] * 3 + ["arrive"] * 3 + ["die", "tear", "tear", "leave", "resize", "wait"]
+)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    bounds=st.sampled_from([(1, 1), (1, 3), (2, 3), (2, 2)]),
-    first=st.integers(0, 2),
+    bounds=st.sampled_from([(1, 3), (1, 4), (2, 4), (2, 3), (1, 1), (2, 2)]),
+    first=st.integers(0, 3),
     replacements=st.integers(0, 2),
     spread=st.booleans(),
-    moves=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), max_size=80),
+    together=st.booleans(),
+    moves=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), min_size=20, max_size=80),
 )
 def test_every_step_counts_once_whatever_happens(
     bounds: tuple[int, int],
     first: int,
     replacements: int,
     spread: bool,
+    together: bool,
     moves: list[tuple[str, int]],
 ) -> None:
     least, most = bounds
     limits = WorkerLimits(least, most, replacements, patience=60.0, stopping=20.0)
     world = World(limits, min(most, least + first), spread)
+    if together:  # else it takes many moves until they train
+        for process in list(world.alive.values()):
+            world.arrive(process)
     for kind, which in moves:
         world.move(kind, which)
     world.drain()
