@@ -84,6 +84,13 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
                 touch_points.hold_state(self, at_rest)
             super().jax_state_sync()
 
+        @functools.wraps(base.train_on_batch)
+        def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+            if _here(self) is None:
+                return super().train_on_batch(*args, **kwargs)
+            with _weights_kept(self):
+                return super().train_on_batch(*args, **kwargs)
+
         # -- where batches come from -------------------------------------------------------------------
 
         @functools.wraps(base.fit)
