@@ -1,13 +1,14 @@
 """This process in a fault laboratory: the points at which faults happen to it, and its history.
 
-A process takes part if PHALANX_FAULTS names the folder of a laboratory, as `px.testing.faults.run` makes
-them; else nothing here does anything. The folder has a schedule as JSON. Each process appends what
-happens to it to a file of its own there, a JSON object in each line. All moments are seconds of
+A process takes part if PHALANX_FAULTS names the folder of a laboratory, as `px.testing.faults.run`
+makes them; else nothing here does anything. The folder has a schedule as JSON. Each process appends
+what happens to it to a file of its own there, a JSON object in each line. All moments are seconds of
 `time.monotonic`, which processes of one machine share.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import json
@@ -79,6 +80,10 @@ class LaboratoryProcess:
         address = addresses[self.worker] if self.worker < len(addresses) else None
         about = {"pid": os.getpid(), "worker": self.worker, "attempt": self.attempt}
         self.note("process", **about, address=address)
+        atexit.register(self._exit)
+
+    def _exit(self) -> None:
+        self.note("exit", processor_seconds=time.process_time())
 
     def note(self, event: str, **about: Any) -> None:
         """Write a line of the history, in one piece."""
