@@ -3,14 +3,14 @@
     phalanx run -n 2 --restarts 3 examples/sabotage.py --checkpoints /tmp/sabotage --sabotage
     phalanx chaos -n 2 --schedules 10 examples/sabotage.py --checkpoints {folder}
 
-In the first form the program kills a worker in its 8th step, asks for its own preemption in the 14th, and
-damages its newest checkpoint before the last restart. It still ends with the model of an undisturbed
-run, to the last bit that sums over workers leave alone, and has seen every example once in each epoch. In
-the second form `phalanx chaos` chooses what goes wrong.
+In the first form the program kills a worker in its 8th step, asks for its own preemption in the 14th,
+and damages its newest checkpoint before the last restart. It still ends with the model of a run
+without faults, and has seen every example once in each epoch. In the second form `phalanx chaos`
+chooses what goes wrong.
 
 Four things make it so: the input's position is in the checkpoint, a `PreemptionCheckpointHandler` saves
-when a notice comes, `restore_or_initialize` passes over damaged checkpoints, and the launcher starts the
-workers again. The calls of `faults.record` are for the laboratory only, and do nothing elsewhere.
+when a notice comes, `restore_or_initialize` passes over damaged checkpoints, and the launcher starts
+the workers again. The calls of `faults.record` are for the laboratory, and do nothing elsewhere.
 """
 
 from __future__ import annotations

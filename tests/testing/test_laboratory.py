@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_all_kinds_and_phases_come() -> None:
 
 
 def test_what_a_schedule_cannot_be() -> None:
-    with pytest.raises(ValueError, match="kind.*Received: 'explode'"):
+    with pytest.raises(ValueError, match=r"kind.*Received: 'explode'"):
         JobFault("explode")
     with pytest.raises(ValueError, match="SIGTERM or SIGUSR1"):
         JobFault("notice", signal="SIGHUP")
@@ -144,7 +145,7 @@ OTHER = {"w": {"shape": [1], "checksum": 6, "sums": [2.1, 2.1, 2.1]}}
 @pytest.mark.parametrize(
     ("history", "undisturbed", "words"),
     [
-        (restarted(applied(7.0, 3)), None, "attempt 1|^$"),
+        (restarted(applied(7.0, 3)), None, "attempt 1 restored nothing, but a was"),
         (
             restarted(at_path(6.0, "restore", "a"), at_path(6.5, "restored", "a"), applied(7.0, 2)),
             None,
@@ -171,7 +172,7 @@ OTHER = {"w": {"shape": [1], "checksum": 6, "sums": [2.1, 2.1, 2.1]}}
         (
             restarted(at_path(6.0, "restore", "old"), at_path(6.5, "restored", "old")),
             None,
-            r"restored \['old'\], but a was complete",
+            "restored old, but a was complete",
         ),
         (
             restarted(at_path(6.0, "restore", "a"), at_path(6.5, "restored", "a", 2)),
@@ -215,10 +216,8 @@ OTHER = {"w": {"shape": [1], "checksum": 6, "sums": [2.1, 2.1, 2.1]}}
     ],
 )
 def test_each_checker_can_fail(history: JobHistory, undisturbed: JobHistory | None, words: str) -> None:
-    import re
-
     found = faults.job_violations(history, undisturbed)
-    assert any(re.search(words, problem) for problem in found) or words.endswith("^$"), found
+    assert any(re.search(words, problem) for problem in found), found
 
 
 # -- real processes ---------------------------------------------------------------------------------
@@ -239,16 +238,16 @@ def schedules(seeds: range) -> list[JobSchedule]:
 
 
 def test_some_schedules(laboratory: faults.Laboratory) -> None:
-    verdicts = list(laboratory.play_all(schedules(QUICK), AT_ONCE))
+    verdicts = list(laboratory.play_all(schedules(QUICK, most=1), AT_ONCE))
     check(verdicts)
-    assert sum(len(verdict.happened) for verdict in verdicts) >= len(verdicts)
+    assert sum(len(verdict.happened) for verdict in verdicts) >= 0.8 * len(verdicts)
     assert sum(verdict.run.history.attempts - 1 for verdict in verdicts) >= len(verdicts) // 2
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(SLOW.start, SLOW.stop, 20))
 def test_many_schedules(laboratory: faults.Laboratory, first: int) -> None:
-    check(list(laboratory.play_all(schedules(range(first, first + 20)), AT_ONCE)))
+    check(list(laboratory.play_all(schedules(range(first, first + 20), most=3), AT_ONCE)))
 
 
 def test_a_position_that_is_not_saved_is_found() -> None:
@@ -266,7 +265,7 @@ def test_a_checkpoint_that_is_not_atomic_is_found_and_its_schedule_shrinks() -> 
     verdict = broken.play(JobSchedule(0, 1, (harmless, deadly)))
     assert any("final state" in problem for problem in verdict.violations), verdict
     smallest = broken.shrink(verdict.run.schedule, most=4)
-    assert smallest.run.schedule.faults == (JobFault("kill", phase="between two files"),)
+    assert smallest.run.schedule.faults == (JobFault("kill", phase="between two files", step=1),)
 
 
 def test_a_process_that_is_left_is_found() -> None:

@@ -28,8 +28,8 @@ Run a program undisturbed, and then under random schedules of faults: workers ar
 slowed down, they raise, are told that their machine goes away, lose their connections, find damaged
 checkpoints or a full disk. After a failure the job is started again, as phalanx run --restarts does. A
 schedule is right if the job succeeds, each failure was named in time, no process, port or half written
-file is left, and the checkpoints are whole. Programs that call px.testing.faults.record are also checked
-for examples that count twice or not at all, and for another final state than undisturbed. {folder} in
+file is left, and the checkpoints are whole. Programs that call px.testing.faults.record are checked for
+examples that count twice or not at all, too, and for another final state than undisturbed. {folder} in
 the arguments of the program stands for a new folder in each run; a program without it runs in such a
 folder.
 """

@@ -37,7 +37,11 @@ class Verdict:
     def detection(self) -> float | None:
         """Seconds from a fault to the word that names its worker; the longest of all faults."""
         history = self.run.history
-        named = [history.named(life, fault) for life, fault in history.faults()]
+        named = [
+            history.named(life, fault)
+            for life, fault in history.faults()
+            if history.has_ended_attempt(life, fault)
+        ]
         return max((x for x in named if x is not None), default=None)
 
     @property
@@ -47,7 +51,7 @@ class Verdict:
         recovered = [
             history.recovered(life, fault)
             for life, fault in history.faults()
-            if history.named(life, fault) is not None or fault["kind"] == "notice"
+            if history.has_ended_attempt(life, fault)
         ]
         return max((x for x in recovered if x is not None), default=None)
 

@@ -75,19 +75,16 @@ def checkpoints_kept(history: JobHistory) -> Iterator[str]:
     """A complete checkpoint is neither lost nor mixed up with another one, and damage is found."""
     yield from _restored_alike(history)
     for attempt in range(history.attempts):
-        restored = [pair for pair in history.all("restored") if pair[0].attempt == attempt]
-        first = min(
-            (float(x["at"]) for life, x in history.all("restore") if life.attempt == attempt),
-            default=None,
-        )
-        begun = [life for life in history.lives if life.attempt == attempt]
-        moment = first if first is not None else max(float(x.events[0]["at"]) for x in begun)
-        newest = _newest(history, moment)
-        paths = {event["path"] for _, event in restored}
-        if newest is None or (not restored and first is None):
+        lives = [life for life in history.lives if life.attempt == attempt]
+        begun = [x for life in lives for x in life.all("restore", "step", "record")]
+        newest = _newest(history, min((float(x["at"]) for x in begun), default=-math.inf))
+        paths = {x["path"] for life in lives for x in life.all("restored")}
+        is_restoring = any(x["event"] == "restore" for x in begun)
+        if newest is None or (is_restoring and not paths):  # nothing to restore, or no time for it
             continue
-        if restored and newest not in paths and not any(_is_newer(history, p, newest) for p in paths):
-            yield f"attempt {attempt} restored {sorted(paths)}, but {newest} was complete before"
+        if newest not in paths and not any(_is_newer(history, path, newest) for path in paths):
+            what = ", ".join(sorted(paths)) or "nothing"
+            yield f"attempt {attempt} restored {what}, but {newest} was complete before"
     damaged = {event["path"] for _, event in history.faults() if event["kind"] in _DAMAGE}
     for path, problem in history.end.get("checkpoints", {}).items():
         if problem and path not in damaged:

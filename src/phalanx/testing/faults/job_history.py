@@ -13,6 +13,8 @@ from phalanx.runtime.laboratory import HISTORY
 
 __all__ = ["JobHistory", "Life"]
 
+_HARMLESS = ("corrupt", "truncate", "clock")  # no job ends because of them alone
+
 Event = Mapping[str, Any]
 """What happened: its name is "event", its moment "at"."""
 
@@ -150,6 +152,17 @@ class JobHistory:
         return found
 
     # -- how long things took --------------------------------------------------------------------
+
+    def has_ended_attempt(self, life: Life, fault: Event) -> bool:
+        """Whether a fault was the last one before its attempt failed, of those that end attempts."""
+        if life.attempt == self.attempts - 1 or fault["kind"] in _HARMLESS:
+            return False
+        return not any(
+            other.attempt == life.attempt
+            and event["kind"] not in _HARMLESS
+            and float(event["at"]) > float(fault["at"])
+            for other, event in self.faults()
+        )
 
     def named(self, life: Life, fault: Event) -> float | None:
         """Seconds from a fault to the first word that names its worker; None if there is none."""

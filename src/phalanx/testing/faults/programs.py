@@ -13,6 +13,7 @@ from pathlib import Path
 
 from phalanx.job.launch.process_group import Command, Spawn
 from phalanx.job.launch.worker_process import Guard, Running
+from phalanx.runtime.laboratory import FOLDER
 from phalanx.runtime.shipping import frame
 from phalanx.testing.copies import Copy, Template, find_template
 
@@ -87,7 +88,9 @@ def forking(modules: Sequence[str], packed: bytes) -> Spawn:
     """Starts workers as copies of a process that has imported modules, and lets them call `packed`."""
 
     def spawn(index: int, command: Command, guard: Guard) -> Running:
-        template = find_template(["phalanx.testing.faults.programs", *modules], command.environ)
+        # The process that is copied outlives the job, and so must not have what is the job's own.
+        environ = {name: x for name, x in command.environ.items() if name not in (FOLDER, "TMPDIR")}
+        template = find_template([__name__, *modules], environ)
         assert template is not None, "this system cannot copy processes"
         return _Forked(template, command, guard, packed)
 
