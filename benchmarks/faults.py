@@ -141,8 +141,8 @@ def report(options: argparse.Namespace) -> str:
 
 {len(rows)} random schedules over `examples/sabotage.py`: {STEPS} steps, a checkpoint after every
 fourth, and {happened} faults that happened. A schedule is right if the job succeeds, every example
-counts once in each epoch, the final model is that of the undisturbed job, no complete checkpoint is lost or mixed up,
-damage is found, each failure is named in time, and no process, port or file is left.
+counts once in each epoch, the final model is that of the undisturbed job, no complete checkpoint is
+lost or mixed up, damage is found, each failure is named in time, and no process, port or file is left.
 
 {outcomes_table(rows)}
 
