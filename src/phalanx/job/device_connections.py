@@ -64,9 +64,10 @@ def cut_all() -> int:
     """End all TCP connections of this process, as if its network were gone; returns how many."""
     count = 0
     for s in _tcp_sockets():
-        with contextlib.suppress(OSError):  # it listens, or has ended already
-            s.shutdown(socket.SHUT_RDWR)
-            count += 1
+        if not _listens(s):  # which a lost network does not end, and which gloo cannot do without
+            with contextlib.suppress(OSError):  # it has ended already
+                s.shutdown(socket.SHUT_RDWR)
+                count += 1
     return count
 
 

@@ -155,10 +155,11 @@ class LaboratoryProcess:
         if fault["kind"] == "truncate":
             os.truncate(chosen, size // 2)
             return
+        middle = size // 2 // _LINE * _LINE  # arrays begin at such places: it is no padding
         with open(chosen, "r+b") as file:
-            file.seek(size // 2)
+            file.seek(middle)
             byte = file.read(1)[0]
-            file.seek(size // 2)
+            file.seek(middle)
             file.write(bytes([byte ^ 0x10]))
 
     def _committed(self) -> list[Path]:
@@ -177,6 +178,7 @@ class LaboratoryProcess:
         return [Path(path) for path in sorted(whole, key=whole.__getitem__)]
 
 
+_LINE = 64  # bytes
 _DELAYED = ("kill", "freeze", "notice", "cut")  # what can happen in the middle of native code
 
 _provided: dict[str, list[Callable[[], Any]]] = {}

@@ -64,7 +64,10 @@ def examples_once(history: JobHistory, undisturbed: JobHistory | None = None) ->
     wanted = Counter(dict.fromkeys(found, 1)) if undisturbed is None else undisturbed.applied()
     if history.end.get("exit_code") != 0:  # then some are missing
         wanted = Counter({key: min(count, found[key]) for key, count in wanted.items() if found[key]})
-    for what, rest in (("too often", found - wanted), ("too seldom", wanted - found)):
+    missing = wanted - found
+    if missing.total() <= history.unrecorded():  # whether they count is seen in the final state
+        missing = Counter()
+    for what, rest in (("too often", found - wanted), ("too seldom", missing)):
         shown = [f"{example} of epoch {epoch}" for epoch, example in sorted(rest, key=str)[:_MOST]]
         if shown:
             more = f" and {len(rest) - _MOST} more" if len(rest) > _MOST else ""

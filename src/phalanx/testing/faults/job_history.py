@@ -96,16 +96,26 @@ class JobHistory:
     # -- what counts -----------------------------------------------------------------------------
 
     def applied(self) -> Counter[tuple[int, int | str]]:
-        """How often each example of each epoch counts in the end.
+        """How often each example of each epoch counts in the end, as far as it was recorded.
 
         What a process has applied after its last checkpoint is lost with it; a process that restores
         a checkpoint goes on with what had been applied when its values were taken.
         """
-        return self._until(self.attempts - 1, None, self.attempts)
+        return self._until(self.attempts - 1, None, self.attempts)[0]
 
-    def _until(self, attempt: int, path: str | None, most: int) -> Counter[tuple[int, int | str]]:
+    def unrecorded(self) -> int:
+        """How many examples may count without a record.
+
+        The first worker may have saved a step whose record another worker did not live to write.
+        """
+        return self._until(self.attempts - 1, None, self.attempts)[1]
+
+    def _until(
+        self, attempt: int, path: str | None, most: int
+    ) -> tuple[Counter[tuple[int, int | str]], int]:
         """What had been applied when an attempt took the values of a checkpoint, or in its end."""
         found: Counter[tuple[int, int | str]] = Counter()
+        lost = 0
         origins: set[tuple[int, str]] = set()
         lives = [life for life in self.lives if life.attempt == attempt]
         count = None
@@ -116,15 +126,22 @@ class JobHistory:
             if is_cut and count is None:
                 count = len(records)
             elif path is not None and not is_cut:
-                records = records[: count or 0]  # a worker that does not save is as far as the first
+                # A worker that does not save is as far as the first, but may not have said so.
+                lost += max(0, (count or 0) - len(records)) * self._largest_record()
+                records = records[: count or 0]
             for record in records:
                 found.update((record["epoch"], example) for example in record["examples"])
             if origin is not None:
                 origins.add(origin)
         for source, name in sorted(origins)[:1]:
             if most > 0:
-                found.update(self._until(source, name, most - 1))
-        return found
+                earlier, more = self._until(source, name, most - 1)
+                found.update(earlier)
+                lost += more
+        return found, lost
+
+    def _largest_record(self) -> int:
+        return max((len(x["examples"]) for _, x in self.all("record") if "examples" in x), default=0)
 
     def _origin(self, events: tuple[Event, ...]) -> tuple[int, tuple[int, str] | None]:
         """After which event a process goes on from a checkpoint, and which attempt saved that one."""
