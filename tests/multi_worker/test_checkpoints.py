@@ -78,6 +78,18 @@ def test_any_strategy_takes_the_checkpoints_of_any_other(
 
 
 @pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
+def test_slices_of_workers_become_one_checkpoint_of_orbax(
+    cluster: px.testing.MultiProcess, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "orbax")
+    answers = cluster.run(lambda: save(in_worker("parameters"), path, format="orbax"))
+    assert (tmp_path / "orbax" / "_CHECKPOINT_METADATA").exists()
+    assert not list(tmp_path.glob(".*")), "no part is left"
+    (losses,) = restore(Session(mirrored(2)), [path])
+    np.testing.assert_allclose(losses, answers[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
 def test_who_writes_what(cluster: px.testing.MultiProcess, tmp_path: Path) -> None:
     """The first worker waits for none if it has everything; else all must write to one place."""
 

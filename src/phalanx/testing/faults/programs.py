@@ -27,7 +27,7 @@ def call(packed: bytes) -> None:
         fn, args, kwargs = pickle.loads(packed)
         fn(*args, **kwargs)
     except Exception:  # noqa: BLE001 - it ends the process, as in any program
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         sys.exit(1)
     sys.exit(0)
 
@@ -41,7 +41,7 @@ def run_script(words: Sequence[str], cwd: str) -> None:
     try:
         runpy.run_path(words[0], run_name="__main__")
     except Exception:  # noqa: BLE001 - it ends the process, as in any program
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         sys.exit(1)
     sys.exit(0)
 

@@ -19,7 +19,8 @@ __all__ = ["point", "record"]
 def record(*, examples: Any = None, state: Any = None, epoch: int = 0) -> None:
     """Tell the fault laboratory what a step has done; does nothing outside it.
 
-    Call it after the step, and before its checkpoint is saved.
+    Call it after the step, and before its checkpoint is saved. Which examples count after a restart
+    follows from the checkpoints of `px.train`; the laboratory does not see other ones.
 
     Args:
         examples: the numbers or names of the examples that this worker's replicas have applied: an

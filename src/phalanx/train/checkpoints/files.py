@@ -35,6 +35,7 @@ __all__ = [
     "ArrayEntry",
     "ArraySource",
     "Saved",
+    "assembled",
     "begin",
     "commit",
     "is_checkpoint",
@@ -189,6 +190,20 @@ def commit(partial: Path, path: Path, parts: Sequence[Mapping[str, Any]]) -> int
     Returns:
         The bytes of its arrays.
     """
+    arrays = _write_index(partial, parts)
+    flush_folder(partial)
+    put_in_place(partial, path)
+    return sum(chunk["size"] for entry in arrays.values() for chunk in entry["chunks"])
+
+
+def assembled(partial: Path, parts: Sequence[Mapping[str, Any]]) -> Saved:
+    """What processes have written, as a checkpoint to read that has no name yet."""
+    _write_index(partial, parts)
+    return Saved(partial)
+
+
+def _write_index(partial: Path, parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Write one index of what processes have written; returns its arrays."""
     arrays: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, entry in part["arrays"].items():
@@ -199,9 +214,7 @@ def commit(partial: Path, path: Path, parts: Sequence[Mapping[str, Any]]) -> int
     values = _merged([part["values"] for part in parts])
     body = {"version": VERSION, "workers": len(parts), "arrays": arrays, "values": values}
     _write_json(partial / INDEX, body)
-    flush_folder(partial)
-    put_in_place(partial, path)
-    return sum(chunk["size"] for entry in arrays.values() for chunk in entry["chunks"])
+    return arrays
 
 
 def _merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
