@@ -228,7 +228,7 @@ def laboratory() -> faults.Laboratory:
     return faults.Laboratory(programs.train, DEADLINE, {"preload": PRELOAD})
 
 
-def check(verdicts: Sequence[faults.Verdict]) -> None:
+def check(verdicts: Sequence[faults.JobVerdict]) -> None:
     wrong = [f"{x}\n{x.run.schedule.code()}\n{x.run.output[-3000:]}" for x in verdicts if x.violations]
     assert not wrong, "\n\n".join(wrong)
 

@@ -17,7 +17,7 @@ from phalanx.cli.arguments import count, positive, seconds
 from phalanx.cli.run import quiet_jax
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
-from phalanx.testing.faults.exploring import Laboratory, Verdict
+from phalanx.testing.faults.exploring import JobVerdict, Laboratory
 from phalanx.testing.faults.job_history import JobHistory
 from phalanx.testing.faults.jobs import JOB_FAULTS, JobSchedule, random_job_schedule
 
@@ -120,9 +120,9 @@ def chaos(options: argparse.Namespace) -> int:
 
 def _play(
     laboratory: Laboratory, options: argparse.Namespace, kinds: Sequence[str], console: Console
-) -> list[Verdict]:
+) -> list[JobVerdict]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    found: list[Verdict] = []
+    found: list[JobVerdict] = []
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
         bar = progress.add_task("undisturbed", total=options.schedules)
         first = laboratory.undisturbed(options.workers or 2)
@@ -148,14 +148,14 @@ def _steps(history: JobHistory) -> int:
     return max([2, *counted.values()])
 
 
-def _keep(verdict: Verdict, folder: str | None) -> None:
+def _keep(verdict: JobVerdict, folder: str | None) -> None:
     if folder is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder, f"seed-{verdict.run.schedule.seed}.jsonl")
         path.write_text(verdict.run.history.lines())
 
 
-def table(verdicts: Sequence[Verdict]) -> Table:
+def table(verdicts: Sequence[JobVerdict]) -> Table:
     """Schedules, what became of them, and how long it took."""
     shown_table = Table(title="Fault schedules")
     for name in ("seed", "workers", "faults that happened", "outcome"):
@@ -177,7 +177,7 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f} s"
 
 
-def summary(verdicts: Sequence[Verdict]) -> str:
+def summary(verdicts: Sequence[JobVerdict]) -> str:
     """The verdict over all schedules, in a line or two."""
     wrong = [verdict for verdict in verdicts if verdict.violations]
     happened = sum(len(verdict.happened) for verdict in verdicts)
@@ -193,7 +193,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return " ".join(words)
 
 
-def _explain(laboratory: Laboratory, first: Verdict, most: int, console: Console) -> None:
+def _explain(laboratory: Laboratory, first: JobVerdict, most: int, console: Console) -> None:
     console.print(f"\n{first}", highlight=False, markup=False)
     smallest = first
     if most:

@@ -28,7 +28,7 @@ from phalanx.testing.faults.checkers import (
     reads_advance,
     staleness_held,
 )
-from phalanx.testing.faults.exploring import Laboratory, Verdict, shrink
+from phalanx.testing.faults.exploring import JobVerdict, Laboratory, shrink
 from phalanx.testing.faults.history import (
     ClosureEnded,
     ClosureRaised,
@@ -70,6 +70,7 @@ __all__ = [
     "JobHistory",
     "JobRun",
     "JobSchedule",
+    "JobVerdict",
     "Laboratory",
     "Life",
     "Named",
@@ -77,7 +78,6 @@ __all__ = [
     "Schedule",
     "ServersAtEnd",
     "ServersRead",
-    "Verdict",
     "checkpoints_kept",
     "closure_violations",
     "effects_once",

@@ -13,11 +13,11 @@ from phalanx.testing.faults.job_history import JobHistory
 from phalanx.testing.faults.jobs import JobSchedule
 from phalanx.testing.faults.playing import JobRun, Program, run
 
-__all__ = ["Laboratory", "Verdict", "shrink"]
+__all__ = ["JobVerdict", "Laboratory", "shrink"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JobVerdict:
     """A schedule that was played, and what is wrong with its history.
 
     Args:
@@ -108,17 +108,17 @@ class Laboratory:
             self._undisturbed[workers] = played
         return self._undisturbed[workers]
 
-    def play(self, schedule: JobSchedule) -> Verdict:
+    def play(self, schedule: JobSchedule) -> JobVerdict:
         """Play a schedule, and judge what happened."""
         expected = self.undisturbed(schedule.workers).history
         played = self._run(schedule)
-        return Verdict(played, tuple(self.judge(played.history, expected)))
+        return JobVerdict(played, tuple(self.judge(played.history, expected)))
 
     def judge(self, history: JobHistory, expected: JobHistory) -> list[str]:
         """What is wrong with a history, in comparison with that of the undisturbed job."""
         return job_violations(history, expected, deadline=self.deadline)
 
-    def play_all(self, schedules: Iterable[JobSchedule], at_once: int = 1) -> Iterator[Verdict]:
+    def play_all(self, schedules: Iterable[JobSchedule], at_once: int = 1) -> Iterator[JobVerdict]:
         """Play schedules, some of them at the same time; their verdicts in order."""
         chosen: Sequence[JobSchedule] = list(schedules)
         for workers in sorted({schedule.workers for schedule in chosen}):
@@ -130,8 +130,8 @@ class Laboratory:
             yield from pool.map(self.play, chosen)
 
     def shrink(
-        self, schedule: JobSchedule, most: int = 20, tried: Callable[[Verdict], None] | None = None
-    ) -> Verdict:
+        self, schedule: JobSchedule, most: int = 20, tried: Callable[[JobVerdict], None] | None = None
+    ) -> JobVerdict:
         """The smallest schedule that was found to fail as well, and what is wrong with it.
 
         Args:
@@ -139,7 +139,7 @@ class Laboratory:
             most: how many jobs may be played for it.
             tried: called with each verdict.
         """
-        failed: list[Verdict] = []
+        failed: list[JobVerdict] = []
 
         def fails(candidate: JobSchedule) -> bool:
             verdict = self.play(candidate)

@@ -35,7 +35,6 @@ __all__ = [
     "ArrayEntry",
     "ArraySource",
     "Saved",
-    "assembled",
     "begin",
     "commit",
     "is_checkpoint",
@@ -43,6 +42,7 @@ __all__ = [
     "read_part",
     "remove",
     "remove_leftovers",
+    "write_index",
     "write_part",
 ]
 
@@ -190,19 +190,13 @@ def commit(partial: Path, path: Path, parts: Sequence[Mapping[str, Any]]) -> int
     Returns:
         The bytes of its arrays.
     """
-    arrays = _write_index(partial, parts)
+    arrays = write_index(partial, parts)
     flush_folder(partial)
     put_in_place(partial, path)
     return sum(chunk["size"] for entry in arrays.values() for chunk in entry["chunks"])
 
 
-def assembled(partial: Path, parts: Sequence[Mapping[str, Any]]) -> Saved:
-    """What processes have written, as a checkpoint to read that has no name yet."""
-    _write_index(partial, parts)
-    return Saved(partial)
-
-
-def _write_index(partial: Path, parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def write_index(partial: Path, parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Write one index of what processes have written; returns its arrays."""
     arrays: dict[str, dict[str, Any]] = {}
     for part in parts:

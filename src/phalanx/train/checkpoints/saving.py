@@ -25,7 +25,7 @@ from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import start
 from phalanx.runtime.processes import lower_priority
 from phalanx.train.checkpoints import files, orbax_files
-from phalanx.train.checkpoints.contents import Contents, whole_contents
+from phalanx.train.checkpoints.contents import Contents
 from phalanx.train.checkpoints.options import CheckpointOptions
 from phalanx.train.checkpoints.progress import ProgressLine
 
@@ -134,27 +134,19 @@ def _write_alone(order: Order) -> None:
 def _write_and_commit(order: Order, partial: Path, gather: Callable[[Any], list[Any]]) -> None:
     line = ProgressLine(f"Saving {order.path.name}", order.contents.size)
     contents, is_orbax = order.contents, order.options.format == "orbax"
-    if is_orbax and not (contents.is_spread and order.connection is not None):
+    if is_orbax and order.connection is None:
         orbax_files.write(partial, order.path, contents)
     else:
         own = files.write_part(partial, 0, contents.arrays, contents.values, line.add)
         parts = gather(own)
         if is_orbax:
-            _write_orbax(order.path, files.assembled(partial, parts))
+            files.write_index(partial, parts)
+            orbax_files.write_elsewhere(partial, order.path, worker_deadline())
+            shutil.rmtree(partial, ignore_errors=True)
         else:
             files.commit(partial, order.path, parts)
     order.written()
     line.done()
-
-
-def _write_orbax(path: Path, saved: files.Saved) -> None:
-    """Write what workers have written in parts as one checkpoint of Orbax."""
-    partial = files.begin(path)
-    try:
-        orbax_files.write(partial, path, whole_contents(saved))
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(saved.path, ignore_errors=True)
 
 
 # -- several workers -------------------------------------------------------------------------------
