@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from phalanx.errors import InvalidValueError
@@ -15,18 +16,20 @@ __all__ = ["JOB_FAULTS", "JobFault", "JobSchedule", "random_job_schedule"]
 
 _ANYWHERE = ("input", "step", "save", "restore", "record")
 
-JOB_FAULTS: Mapping[str, tuple[str, ...]] = {
-    "kill": ("start", *_ANYWHERE, "write", "commit"),  # SIGKILL
-    "freeze": _ANYWHERE,  # SIGSTOP, and SIGCONT after a while
-    "raise": ("start", *_ANYWHERE),  # an exception
-    "slow": _ANYWHERE,  # the worker sleeps for a while
-    "notice": ("input", "step", "record"),  # SIGTERM or SIGUSR1: the machine will be taken away
-    "cut": ("input", "step", "record"),  # all TCP connections of the worker end
-    "corrupt": ("start",),  # a bit of the newest checkpoint flips, if there is an older one
-    "truncate": ("start",),  # a file of the newest checkpoint loses its end, if there is an older one
-    "full": ("write",),  # the disk is full
-    "clock": ("start", "step"),  # Python's `time.time` jumps
-}
+JOB_FAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "kill": ("start", *_ANYWHERE, "write", "commit"),  # SIGKILL
+        "freeze": _ANYWHERE,  # SIGSTOP, and SIGCONT after a while
+        "raise": ("start", *_ANYWHERE),  # an exception
+        "slow": _ANYWHERE,  # the worker sleeps for a while
+        "notice": ("input", "step", "record"),  # SIGTERM or SIGUSR1: the machine will be taken away
+        "cut": ("input", "step", "record"),  # all TCP connections of the worker end
+        "corrupt": ("start",),  # a bit of the newest checkpoint flips, if there is an older one
+        "truncate": ("start",),  # a file of the newest one loses its end, if there is an older one
+        "full": ("write",),  # the disk is full
+        "clock": ("start", "step"),  # Python's `time.time` jumps
+    }
+)
 """What can go wrong with a worker, and the phases in which schedules by seed let it happen."""
 
 _FATAL = ("kill", "raise", "notice", "cut", "full")
@@ -219,7 +222,7 @@ def random_job_schedule(
         >>> from phalanx.testing import faults
         >>> print(faults.random_job_schedule(3, workers=2, kinds=["kill"], most=1))
         The fault schedule of seed 3, 2 workers:
-          attempt 0: kill worker 1 in step 8
+          attempt 0: kill worker 0 in commit 2
     """
     if unknown := [kind for kind in kinds if kind not in JOB_FAULTS]:
         raise InvalidValueError(

@@ -96,7 +96,7 @@ def run(
         >>> def program(folder):
         ...     faults.record(examples=[1, 2, 3])
         >>> schedule = faults.JobSchedule(0, 1, [faults.JobFault("kill", phase="record")])
-        >>> played = faults.run(program, schedule)
+        >>> played = faults.run(program, schedule, preload=["phalanx"])
         >>> played.exit_code, played.history.attempts, faults.job_violations(played.history)
         (0, 2, [])
     """
