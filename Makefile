@@ -71,6 +71,7 @@ bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the o
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/parameter_server.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/keras.py
 
 clean:

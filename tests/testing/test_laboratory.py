@@ -233,12 +233,16 @@ def check(verdicts: Sequence[faults.JobVerdict]) -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
-def schedules(seeds: range) -> list[JobSchedule]:
-    return [faults.random_job_schedule(seed, steps=programs.STEPS, deadline=DEADLINE) for seed in seeds]
+def schedules(seeds: range, workers: int | None = None, most: int = 3) -> list[JobSchedule]:
+    return [
+        faults.random_job_schedule(seed, workers, steps=programs.STEPS, most=most, deadline=DEADLINE)
+        for seed in seeds
+    ]
 
 
 def test_some_schedules(laboratory: faults.Laboratory) -> None:
-    verdicts = list(laboratory.play_all(schedules(QUICK, most=1), AT_ONCE))
+    chosen = schedules(QUICK[:15], 2, most=1) + schedules(QUICK[15:], 3, most=1)
+    verdicts = list(laboratory.play_all(chosen, AT_ONCE))
     check(verdicts)
     assert sum(len(verdict.happened) for verdict in verdicts) >= 0.8 * len(verdicts)
     assert sum(verdict.run.history.attempts - 1 for verdict in verdicts) >= len(verdicts) // 2
@@ -247,7 +251,7 @@ def test_some_schedules(laboratory: faults.Laboratory) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(SLOW.start, SLOW.stop, 20))
 def test_many_schedules(laboratory: faults.Laboratory, first: int) -> None:
-    check(list(laboratory.play_all(schedules(range(first, first + 20), most=3), AT_ONCE)))
+    check(list(laboratory.play_all(schedules(range(first, first + 20)), AT_ONCE)))
 
 
 def test_a_position_that_is_not_saved_is_found() -> None:
