@@ -8,7 +8,7 @@ SUITE  := -n 3 --dist worksteal -q -m "not soak and not ray"
 # Programs are compiled as users compile them; the other tests save that time (conftest.py).
 AS_USERS := JAX_DISABLE_MOST_OPTIMIZATIONS=0
 
-.PHONY: demo test test-newest test-ray test-keras soak coverage durations lint format docs bench clean
+.PHONY: demo test test-newest test-ray test-keras test-loaders soak coverage durations lint format docs bench clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -34,6 +34,13 @@ test-keras:             ## the tests of the Keras integration on the oldest Kera
 	$(PYTHON) -m venv .venvs/oldest-keras
 	.venvs/oldest-keras/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' 'keras==3.12.*'
 	.venvs/oldest-keras/bin/python -m pytest -q -m "not soak" tests/integrations/keras
+
+test-loaders:           ## Keras with tf.data and with loaders of torch, each in an environment of its own
+	for library in tensorflow-cpu==2.21.0 torch==2.13.0; do \
+	  home=.venvs/loaders-$${library%%[-=]*} && $(PYTHON) -m venv $$home && \
+	  $$home/bin/python -m pip install --quiet --disable-pip-version-check -e '.[keras]' pytest hypothesis $$library && \
+	  $$home/bin/python -m pytest -q tests/integrations/keras/foreign_loaders.py || exit 1; \
+	done
 
 soak: $(STAMP)          ## the slow stress tests
 	$(AS_USERS) $(BIN)/python -m pytest -q -m soak

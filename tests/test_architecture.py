@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -70,6 +71,15 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def trees() -> dict[str, ast.Module]:
+    return {name_of(path): tree_of(path) for path in modules()}
+
+
 def layer_of(module: str) -> str | None:
     """The layer of a module; None for the façade."""
     parts = module.split(".")
@@ -97,7 +107,7 @@ def _called(function: ast.AST) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def broken_arrows(path: str, text: str) -> list[str]:
+def broken_arrows(path: str, tree: ast.AST) -> list[str]:
     """What a file of the package imports although it must not."""
     module = "phalanx." + path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     layer = layer_of(module)
@@ -105,7 +115,7 @@ def broken_arrows(path: str, text: str) -> list[str]:
         return []
     below = {*LAYERS[: LAYERS.index(layer)], layer}
     wrong = []
-    for name in imported(ast.parse(text), module):
+    for name in imported(tree, module):
         if name.split(".")[0] != "phalanx" or (path, name) in UPWARDS:
             continue
         target = layer_of(name)
@@ -116,9 +126,9 @@ def broken_arrows(path: str, text: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_arrows_point_one_way(path: Path) -> None:
-    assert broken_arrows(name_of(path), path.read_text()) == []
+def test_arrows_point_one_way() -> None:
+    broken = {name: broken_arrows(name, tree) for name, tree in trees().items()}
+    assert {name: wrong for name, wrong in broken.items() if wrong} == {}
 
 
 @pytest.mark.parametrize(
@@ -138,17 +148,18 @@ def test_arrows_point_one_way(path: Path) -> None:
     ],
 )
 def test_an_arrow_that_points_upwards_is_seen(statement: str) -> None:
-    assert broken_arrows("core/values.py", statement)
-    assert broken_arrows("execution/joint/reading.py", statement.replace("..", "..."))
+    assert broken_arrows("core/values.py", ast.parse(statement))
+    deeper = ast.parse(statement.replace("..", "..."))
+    assert broken_arrows("execution/joint/reading.py", deeper)
     for allowed in ("from phalanx.runtime import compat", "from phalanx import __version__, errors"):
-        assert not broken_arrows("core/values.py", allowed)
+        assert not broken_arrows("core/values.py", ast.parse(allowed))
 
 
 def data_imports() -> dict[str, set[str]]:
     """The modules of `phalanx.data`, and which of them each imports."""
     paths = {f"phalanx.{name_of(path)[:-3].replace('/', '.')}": path for path in modules()}
     names = {name for name in paths if name.startswith("phalanx.data.")}
-    found = {name: imported(ast.parse(paths[name].read_text()), name) & names for name in names}
+    found = {name: imported(tree_of(paths[name]), name) & names for name in names}
     # Its methods return datasets: it imports the name of their type.
     found["phalanx.data.transformations"].remove("phalanx.data.dataset")
     found["phalanx.data.sequence_transformations"].remove("phalanx.data.dataset")
@@ -183,14 +194,25 @@ def test_the_readme_lists_the_packages() -> None:
     assert re.findall(r"`(\w+)`", listed) == LAYERS
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_private_jax_is_sought_where_it_is_used(path: Path) -> None:
-    private = ("jax._src", "jax.experimental", "jax.extend", "jax.interpreters", "jaxlib")
-    names = imported(ast.parse(path.read_text()), "phalanx")
-    assert not [name for name in names if name.startswith(private)]
-    if name_of(path) not in SEEKING:
-        assert not [name for name in names if name.startswith("phalanx.runtime.private_names")]
-    assert path.name != "compat.py" or name_of(path) == COMPAT
+PRIVATE = ("jax._src", "jax.experimental", "jax.extend", "jax.interpreters", "jaxlib")
+
+
+def private_imports(path: str, tree: ast.AST) -> list[str]:
+    """What a file of the package imports of the inside of JAX, itself or by way of its seeker."""
+    seeker = () if path in SEEKING else ("phalanx.runtime.private_names",)
+    return [name for name in imported(tree, "phalanx") if name.startswith(PRIVATE + seeker)]
+
+
+def test_private_jax_is_sought_where_it_is_used() -> None:
+    found = {name: private_imports(name, tree) for name, tree in trees().items()}
+    assert {name: private for name, private in found.items() if private} == {}
+    assert [name for name in found if name.endswith("compat.py")] == [COMPAT]
+
+
+def test_a_private_import_is_seen() -> None:
+    assert private_imports("core/values.py", ast.parse("from jax._src import core"))
+    assert private_imports("core/values.py", ast.parse("import phalanx.runtime.private_names"))
+    assert not private_imports(COMPAT, ast.parse("import phalanx.runtime.private_names"))
 
 
 CONTRACT = {
@@ -200,6 +222,7 @@ CONTRACT = {
     *("_value", "_bundle", "_place", "_stored", "_exclusive", "_wrap", "_held", "_require_own"),
     "_global",  # the array behind a distributed value
     "_keeps_layout",  # whether a variable holds an array over several devices as it is
+    "_updating",  # how the update of an optimizer runs
     "_computed",  # what is made of the values of variables, laid out like them
     "_input_place",  # who puts input on devices, if not each part on its replica's
     # What an iterator gives to functions, and takes back from them.
@@ -243,9 +266,9 @@ def private_names(tree: ast.AST) -> tuple[set[str], set[str]]:
     return defined, {name for name in taken if not name.startswith("__")}
 
 
-def reached_into(texts: dict[str, str]) -> list[tuple[str, str]]:
+def reached_into(files_of: dict[str, ast.Module]) -> list[tuple[str, str]]:
     """The private names that files take from objects of other layers."""
-    found = {name: private_names(ast.parse(text)) for name, text in texts.items()}
+    found = {name: private_names(tree) for name, tree in files_of.items()}
     wrong = []
     for layer in LAYERS:
         files = [name for name in found if name.split("/")[0].removesuffix(".py") == layer]
@@ -257,7 +280,7 @@ def reached_into(texts: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def test_layers_do_not_reach_into_each_other() -> None:
-    assert reached_into({name_of(path): path.read_text() for path in modules()}) == []
+    assert reached_into(trees()) == []
 
 
 @pytest.mark.parametrize(
@@ -271,15 +294,17 @@ def test_layers_do_not_reach_into_each_other() -> None:
     ],
 )
 def test_a_private_name_of_another_layer_is_seen(statement: str) -> None:
-    defining = "class Iterator:\n    def __init__(self):\n        self._hidden = 0\n_src = 1"
-    assert reached_into({"execution/loops.py": statement, "data/dataset.py": defining})
+    taking = ast.parse(statement)
+    text = "class Iterator:\n    def __init__(self):\n        self._hidden = 0\n_src = 1"
+    defining = ast.parse(text)
+    assert reached_into({"execution/loops.py": taking, "data/dataset.py": defining})
     if "jax" not in statement:
-        assert not reached_into({"data/experimental.py": statement, "data/dataset.py": defining})
+        assert not reached_into({"data/experimental.py": taking, "data/dataset.py": defining})
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_files_hold_one_idea(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 500
+def test_files_hold_one_idea() -> None:
+    lines = {name_of(path): len(path.read_text().splitlines()) for path in modules()}
+    assert {name: count for name, count in lines.items() if count > 500} == {}
 
 
 def public_modules() -> list[str]:
@@ -332,10 +357,6 @@ def test_seed_names_exist() -> None:
 NAMESAKES = {
     # Both are public, and have the names that TensorFlow gives them.
     "Server": {"coordinator/rpc.py", "coordinator/server.py"},
-    # The public one says how a tensor is cut; the other how components lie in a global array.
-    "Layout": {"core/values.py", "parallel/device_layout.py"},
-    # What the one promises, the other does.
-    "Tap": {"core/traced_variables.py", "execution/taps.py"},
     # Both are public, and have the names that Keras gives them: a loss, and its mean as a metric.
     **{
         name: {"train/error_metrics.py", "train/losses.py"}
@@ -348,28 +369,27 @@ NAMESAKES = {
             "SparseCategoricalCrossentropy",
         )
     },
-    # The public one is a metric; the other an action of the coordinator, which stays in its folder.
-    "Recall": {"coordinator/actions.py", "train/confusion_metrics.py"},
-    # The public one is a bar; the other is what the hub knows of each worker.
-    "Progress": {"job/hub/progress.py", "train/progress.py"},
 }
 """Classes of one name, and why there may be two."""
 
 
-def classes_of_one_name(texts: dict[str, str]) -> dict[str, set[str]]:
+def classes_of_one_name(files_of: dict[str, ast.Module]) -> dict[str, set[str]]:
     """The names that several modules give to a class, and these modules."""
     homes: dict[str, set[str]] = {}
-    for path, text in texts.items():
-        for node in ast.parse(text).body:
+    for path, tree in files_of.items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, set()).add(path)
     return {name: paths for name, paths in homes.items() if len(paths) > 1}
 
 
 def test_a_class_has_its_name_alone() -> None:
-    assert classes_of_one_name({name_of(path): path.read_text() for path in modules()}) == NAMESAKES
+    assert classes_of_one_name(trees()) == NAMESAKES
 
 
 def test_a_class_with_the_name_of_another_is_seen() -> None:
-    texts = {"net/a.py": "class Link: ...", "job/b.py": "class Link: ...\nclass _Own: ..."}
-    assert classes_of_one_name(texts | {"job/c.py": "class _Own: ..."}) == {"Link": set(texts)}
+    files = {"net/a.py": "class Link: ...", "job/b.py": "class Link: ...\nclass _Own: ..."}
+    all_files = {
+        name: ast.parse(text) for name, text in {**files, "job/c.py": "class _Own: ..."}.items()
+    }
+    assert classes_of_one_name(all_files) == {"Link": set(files)}

@@ -14,7 +14,7 @@ from phalanx.coordinator.actions import (
     ClosureOutcome,
     ClosureSettled,
     Inquire,
-    Recall,
+    ReturnAttempts,
     RunAttempts,
     WorkerState,
 )
@@ -97,7 +97,7 @@ class World:
                         )
                         self.started[token] = len(self.servers.log)
                         self.workers[worker].todo.append((era, token))
-                case Recall(worker, era):
+                case ReturnAttempts(worker, era):
                     self.workers[worker].halted = max(era, self.workers[worker].halted)
                 case Build(worker, resources):
                     self.workers[worker].resources += resources

@@ -14,7 +14,7 @@ __all__ = [
     "ClosureOutcome",
     "ClosureSettled",
     "Inquire",
-    "Recall",
+    "ReturnAttempts",
     "RunAttempts",
     "WorkerState",
 ]
@@ -41,7 +41,7 @@ class RunAttempts(NamedTuple):
 
     Args:
         worker: which.
-        era: see `Recall`.
+        era: see `ReturnAttempts`.
         attempts: the closures, and the numbers of the attempts.
     """
 
@@ -50,7 +50,7 @@ class RunAttempts(NamedTuple):
     attempts: Sequence[Token]
 
 
-class Recall(NamedTuple):
+class ReturnAttempts(NamedTuple):
     """Let a worker return all attempts of this era, or of one before, that it has not begun.
 
     A worker of which an attempt has failed does so by itself.
@@ -82,4 +82,4 @@ class ClosureSettled(NamedTuple):
     error: BaseException | None = None
 
 
-Action = RunAttempts | Recall | Build | Inquire | ClosureSettled
+Action = RunAttempts | ReturnAttempts | Build | Inquire | ClosureSettled

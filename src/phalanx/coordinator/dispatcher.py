@@ -21,7 +21,7 @@ from phalanx.coordinator.actions import (
     ClosureOutcome,
     ClosureSettled,
     Inquire,
-    Recall,
+    ReturnAttempts,
     RunAttempts,
     WorkerState,
 )
@@ -259,7 +259,7 @@ class Dispatcher:
                 if self._options.backup_workers:
                     now = time.monotonic()
                     self._begun.update((token.closure, now) for token in action.attempts)
-            elif isinstance(action, Recall):
+            elif isinstance(action, ReturnAttempts):
                 peer.recall(action.era)
             else:
                 for number in action.resources:

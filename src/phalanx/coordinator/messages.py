@@ -78,7 +78,7 @@ class Attempt(NamedTuple):
         function: the number of the function.
         has_inputs: whether the arguments come with the values of other closures.
         arguments: pickled; empty if there are none.
-        era: see `phalanx.coordinator.state.Recall`.
+        era: see `phalanx.coordinator.state.ReturnAttempts`.
     """
 
     closure: int

@@ -26,7 +26,7 @@ from phalanx.coordinator.actions import (
     ClosureOutcome,
     ClosureSettled,
     Inquire,
-    Recall,
+    ReturnAttempts,
     RunAttempts,
     WorkerState,
 )
@@ -477,7 +477,7 @@ class Machine:
 
     def _recall(self) -> list[Action]:
         era, self._era = self._era, self._era + 1
-        return [Recall(w.index, era) for w in self._up if w.running]
+        return [ReturnAttempts(w.index, era) for w in self._up if w.running]
 
 
 def _load(w: _Worker) -> int:

@@ -17,7 +17,7 @@ from phalanx.core.distributed_variables import MirroredVariable
 from phalanx.core.replica_context import MergePoint, meet
 from phalanx.core.slicing import Members, Slicing
 from phalanx.core.spmd import SpmdPerReplica
-from phalanx.core.values import Layout, Mirrored, PerReplica
+from phalanx.core.values import Mirrored, PerReplica, ReplicaLayout
 from phalanx.core.variable_spec import VariableSpec, apply_update
 from phalanx.runtime import compat
 from phalanx.runtime.placement import REPLICA_AXIS, place
@@ -150,7 +150,7 @@ class SlicedVariable(MirroredVariable):
             self._set(held.map_components(lambda _, x: x, new))
         elif held.is_traced or compat.is_tracer(new):
             every = jnp.tile(slicing.flat(new), members.count // members.parts)
-            self._set(PerReplica.from_global(every, Layout(members.count, False)))
+            self._set(PerReplica.from_global(every, ReplicaLayout(members.count, False)))
         else:
             self._set(self._divided(new))
 

@@ -21,7 +21,7 @@ from jax import lax
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.padding import CannotJoin, room_for
 from phalanx.core.structure import map_nest
-from phalanx.core.values import Layout, Mirrored, PerReplica, select_replica
+from phalanx.core.values import Mirrored, PerReplica, ReplicaLayout, select_replica
 from phalanx.runtime import compat
 from phalanx.runtime.placement import REPLICA_AXIS
 
@@ -108,7 +108,7 @@ class SpmdPerReplica(PerReplica):
     def __init__(self, local: Any, count: int) -> None:
         self._components = self._global = self._leaf = self._padded = self._span = None
         self._joins = True
-        self._layout = Layout(count, getattr(local, "ndim", 0) == 0)
+        self._layout = ReplicaLayout(count, getattr(local, "ndim", 0) == 0)
         self._local = local
 
     @property

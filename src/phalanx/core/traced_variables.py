@@ -160,7 +160,7 @@ class VariableTrace:
             )
 
 
-class Tap(Protocol):
+class GradientTap(Protocol):
     """Tells a derivative with respect to a variable of another process."""
 
     def whole(self, value: Any) -> Any:
@@ -184,7 +184,7 @@ class Substitution(VariableTrace):
         self,
         held: Mapping[Any, Any],
         parent: VariableTrace | None,
-        taps: Mapping[Any, Tap] | None = None,
+        taps: Mapping[Any, GradientTap] | None = None,
     ) -> None:
         super().__init__(held)
         self.parent = parent

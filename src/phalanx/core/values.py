@@ -28,17 +28,14 @@ from phalanx.errors import InvalidValueError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.placement import Span, device_of, place, replicated_over, stacked_over
-from phalanx.runtime.printing import format_component, format_components
+from phalanx.runtime.printing import components_html, format_component, format_components
 
 if TYPE_CHECKING:
     from phalanx.core.replica_context import ReplicaContext
 
 
 class DistributedValues(Leaf):
-    """Base of everything that holds one value per replica.
-
-    Strategies make instances; do not make them by hand.
-    """
+    """Base of everything that holds one value per replica; strategies make instances."""
 
     __slots__ = ()
 
@@ -52,6 +49,8 @@ class DistributedValues(Leaf):
 
     def __repr__(self) -> str:
         return format_components(type(self).__name__, [format_component(v, repr) for v in self.values])
+
+    _repr_html_ = components_html
 
 
 class ReplicaValues(DistributedValues):
@@ -71,14 +70,14 @@ class ReplicaValues(DistributedValues):
         self._global: jax.Array | None = None
         if not self._components:
             raise InvalidValueError(f"{type(self).__name__} needs at least one component")
-        self._layout: Layout | None = None
+        self._layout: ReplicaLayout | None = None
         self._leaf: tuple[Any] | None = None
         self._padded: Padded | None = None
         self._span = span
         self._joins = joins
 
     @classmethod
-    def from_global(cls, array: jax.Array, layout: Layout) -> Any:
+    def from_global(cls, array: jax.Array, layout: ReplicaLayout) -> Any:
         """The value whose global face is `array`."""
         self = cls.__new__(cls)
         self._components, self._global, self._layout = None, array, layout
@@ -87,7 +86,7 @@ class ReplicaValues(DistributedValues):
         return self
 
     @classmethod
-    def from_leaf(cls, leaf: Any, layout: Layout) -> Any:
+    def from_leaf(cls, leaf: Any, layout: ReplicaLayout) -> Any:
         """The value that holds, as a pytree, something else in place of its global array.
 
         Functions over pytrees put whatever they return there: NumPy arrays, shapes, None.
@@ -100,7 +99,7 @@ class ReplicaValues(DistributedValues):
         return self
 
     @classmethod
-    def _parts_of(cls, leaf: Any, layout: Layout) -> tuple[Any, ...]:
+    def _parts_of(cls, leaf: Any, layout: ReplicaLayout) -> tuple[Any, ...]:
         """The components of a value that holds something else than an array of JAX."""
         return (leaf,) * layout.count
 
@@ -140,10 +139,10 @@ class ReplicaValues(DistributedValues):
             elif self.is_traced and _alike(self.values):
                 self._global = self._join_traced(self.values)
             if self._global is not None:
-                self._layout = Layout(self.count, self.values[0].ndim == 0)
+                self._layout = ReplicaLayout(self.count, self.values[0].ndim == 0)
         return self._global
 
-    def array_as(self, layout: Layout) -> jax.Array | None:
+    def array_as(self, layout: ReplicaLayout) -> jax.Array | None:
         """The global array if there is one, and if the components lie in it like this."""
         return self._global if self._layout == layout else None
 
@@ -172,12 +171,12 @@ class ReplicaValues(DistributedValues):
         return False
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ReplicaLayout:
         """How the components lie in the global array; ask for `array` first."""
         assert self._layout is not None
         return self._layout
 
-    def _split(self, array: jax.Array, layout: Layout) -> Sequence[jax.Array]:
+    def _split(self, array: jax.Array, layout: ReplicaLayout) -> Sequence[jax.Array]:
         raise NotImplementedError
 
     def _join(self, values: tuple[jax.Array, ...], devices: tuple[jax.Device, ...]) -> jax.Array:
@@ -234,7 +233,7 @@ class ReplicaValues(DistributedValues):
         return self._like(new)
 
 
-class Layout(NamedTuple):
+class ReplicaLayout(NamedTuple):
     """How the components of a value lie in its global array.
 
     Arrays are joined along their leading dimension; scalars are stacked. JAX compares layouts with each
@@ -296,7 +295,7 @@ class PerReplica(ReplicaValues, ArrayOperators):
             return None
         if self._span is None:
             stacked = jnp.stack([jnp.asarray(x) for x in self.values])
-            return cast(PerReplica, self.from_global(stacked, Layout(self.count, True)))
+            return cast(PerReplica, self.from_global(stacked, ReplicaLayout(self.count, True)))
         here = [d for d in self._span if d.process_index == jax.process_index()]
         arrays = [place(jnp.asarray(x), d) for x, d in zip(self.values, here, strict=True)]
         return PerReplica(arrays, self._span)
@@ -318,7 +317,7 @@ class PerReplica(ReplicaValues, ArrayOperators):
                     self._padded = pad(self.values, stacked_over(found), found)
         return self._padded
 
-    def _split(self, array: jax.Array, layout: Layout) -> Sequence[jax.Array]:
+    def _split(self, array: jax.Array, layout: ReplicaLayout) -> Sequence[jax.Array]:
         if compat.is_tracer(array):
             rows = self.by_replica(array, layout)
             return [rows[i] for i in range(layout.count)]
@@ -326,7 +325,7 @@ class PerReplica(ReplicaValues, ArrayOperators):
         return [compat.uncommitted(p[0] if layout.scalar else p) for p in parts]
 
     @classmethod
-    def _parts_of(cls, leaf: Any, layout: Layout) -> tuple[Any, ...]:
+    def _parts_of(cls, leaf: Any, layout: ReplicaLayout) -> tuple[Any, ...]:
         count, shape = layout.count, getattr(leaf, "shape", None)
         if not shape or shape[0] % count:
             return (leaf,) * count
@@ -338,7 +337,7 @@ class PerReplica(ReplicaValues, ArrayOperators):
         return (leaf,) * count
 
     @staticmethod
-    def by_replica(array: jax.Array, layout: Layout) -> jax.Array:
+    def by_replica(array: jax.Array, layout: ReplicaLayout) -> jax.Array:
         """A global array with the replicas as a leading dimension of its own."""
         if layout.scalar:
             return array
@@ -386,9 +385,9 @@ class Mirrored(ReplicaValues, ArrayOperators):
     @classmethod
     def of_global(cls, array: jax.Array, count: int) -> Mirrored:
         """The mirrored value whose copies are the pieces of one replicated array."""
-        return cast(Mirrored, cls.from_global(array, Layout(count, array.ndim == 0)))
+        return cast(Mirrored, cls.from_global(array, ReplicaLayout(count, array.ndim == 0)))
 
-    def _split(self, array: jax.Array, layout: Layout) -> Sequence[jax.Array]:
+    def _split(self, array: jax.Array, layout: ReplicaLayout) -> Sequence[jax.Array]:
         if compat.is_tracer(array):
             return [array]
         return [compat.uncommitted(piece) for piece in compat.pieces(array)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.core import context as ctx, input_requests
 from phalanx.core.padding import Padded, Shape
-from phalanx.core.values import Layout, PerReplica
+from phalanx.core.values import PerReplica, ReplicaLayout
 from phalanx.core.variables import Variable
 from phalanx.execution.lifetimes import Identity, Whole, identity
 from phalanx.execution.running import deleted
@@ -214,7 +214,7 @@ class _Parts(_Constant):
 class _Numbers(_Constant):
     """An argument that is an array with a number for each replica."""
 
-    layout: Layout
+    layout: ReplicaLayout
     is_array = True
 
     def around(self, array: Any) -> Any:

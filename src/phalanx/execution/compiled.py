@@ -23,7 +23,7 @@ from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
 from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.spmd import SpmdPerReplica, shared_by_all, wrap_arguments
 from phalanx.core.structure import leaves, map_nest, replace_leaves
-from phalanx.core.values import Layout, Mirrored, PerReplica, select_replica
+from phalanx.core.values import Mirrored, PerReplica, ReplicaLayout, select_replica
 from phalanx.core.variables import ResourceVariable, Variable
 from phalanx.errors import ContextError, InvalidArgumentError, MergeMismatchError, UnsupportedError
 from phalanx.execution.staging import explained
@@ -225,7 +225,7 @@ class CompiledRun:
                 operand = jax.tree.map(lambda _: next(remaining), change.operand)
                 variable.record(change._replace(operand=operand))
         for variable, value in zip(self._copied, copied, strict=True):
-            layout = Layout(self._count, not variable.part_shape)
+            layout = ReplicaLayout(self._count, not variable.part_shape)
             self._write_back(variable, PerReplica.from_global(value, layout))
         return self._joined(results)
 
@@ -281,7 +281,7 @@ class CompiledRun:
 
     def _joined(self, results: list[jax.Array]) -> Any:
         per_replica = iter(
-            PerReplica.from_global(x, Layout(self._count, scalar))
+            PerReplica.from_global(x, ReplicaLayout(self._count, scalar))
             for x, scalar in zip(results, self._scalars, strict=True)
         )
         new = [
@@ -309,6 +309,6 @@ def global_array(value: PerReplica) -> jax.Array:
     return array
 
 
-def local_part(x: jax.Array, layout: Layout) -> jax.Array:
+def local_part(x: jax.Array, layout: ReplicaLayout) -> jax.Array:
     """What a replica sees of its part of such an array."""
     return x[0] if layout.scalar else x

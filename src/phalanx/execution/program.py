@@ -19,7 +19,7 @@ from phalanx.core import traced_variables, transactions
 from phalanx.core.distributed_variables import CopiedVariable
 from phalanx.core.padding import Padded, Shape
 from phalanx.core.structure import is_leaf, leaves, replace_leaves
-from phalanx.core.values import Layout, Mirrored, PerReplica
+from phalanx.core.values import Mirrored, PerReplica, ReplicaLayout
 from phalanx.core.variables import Variable
 from phalanx.execution.call_arguments import Pattern
 from phalanx.execution.running import Runner, as_array
@@ -332,7 +332,7 @@ def as_held(variable: Variable, x: Any) -> Any:
         return Mirrored.of_global(x, value.count)
     if isinstance(value, PerReplica):
         assert isinstance(variable, CopiedVariable)
-        return PerReplica.from_global(x, Layout(value.count, not variable.part_shape))
+        return PerReplica.from_global(x, ReplicaLayout(value.count, not variable.part_shape))
     return x
 
 
@@ -346,7 +346,7 @@ def wrapper(variable: Variable) -> Callable[[jax.Array], Any]:
     return _Plain(variable._device)
 
 
-def _wrapping(kind: type[Mirrored | PerReplica], layout: Layout) -> Callable[[jax.Array], Any]:
+def _wrapping(kind: type[Mirrored | PerReplica], layout: ReplicaLayout) -> Callable[[jax.Array], Any]:
     """Makes values of replicas."""
     make = kind.from_global
     return lambda x: make(x, layout)

@@ -19,7 +19,7 @@ from phalanx.core.padding import CannotJoin, Padded
 from phalanx.core.regrouping import regroup
 from phalanx.core.spmd import Shapes, SpmdPerReplica, different_shapes
 from phalanx.core.structure import leaves, replace_leaves
-from phalanx.core.values import Layout, Mirrored, PerReplica
+from phalanx.core.values import Mirrored, PerReplica, ReplicaLayout
 from phalanx.execution.compiled import CompiledRun, global_array, local_part
 from phalanx.execution.joint import Slot, join
 from phalanx.runtime import compat
@@ -189,10 +189,10 @@ class UnevenRun(CompiledRun):
                 self._write_back(what, x)
             elif group == _COPIED and what in written:
                 self._write_back(
-                    what, PerReplica.from_global(x, Layout(self._count, not what.part_shape))
+                    what, PerReplica.from_global(x, ReplicaLayout(self._count, not what.part_shape))
                 )
             elif group == _OUT and slot.is_even:
-                new[what] = PerReplica.from_global(x, Layout(self._count, first.scalars[what]))
+                new[what] = PerReplica.from_global(x, ReplicaLayout(self._count, first.scalars[what]))
             elif group == _OUT:
                 shapes = tuple(tuple(slot.avals[i].shape) for i in self._programs)
                 new[what] = PerReplica.from_padded(Padded(x, shapes))

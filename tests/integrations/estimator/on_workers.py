@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import phalanx as px
 from tests.integrations.estimator.cases import input_fn, made, model_fn, weights
@@ -25,6 +26,15 @@ def synchronous(folder: Path) -> None:
     assert weights(estimator)["global_step"] == 7
     estimator.train(input_fn, steps=1)  # a second time, with the same processes
     loss = estimator.evaluate(input_fn)["loss"]  # together
+
+    class Stops(px.estimator.SessionRunHook):
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            run_context.request_stop()
+
+    before = weights(estimator)["global_step"]
+    hooks = [] if estimator.config.is_chief else [Stops()]  # one worker asks, and all stop
+    estimator.train(input_fn, hooks, steps=50)
+    assert weights(estimator)["global_step"] == before + 1
     saved = sorted(path.name for path in folder.glob("model.ckpt-*"))
     print(f"chief {estimator.config.is_chief}, loss {loss:.6f}, {saved}", flush=True)
 

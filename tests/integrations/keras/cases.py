@@ -29,7 +29,10 @@ W = _random.uniform(0.1, 2.0, ROWS).astype("float32")
 IDS = _random.integers(0, 5, (ROWS, 4))
 IMAGES = _random.normal(size=(ROWS, 4, 4, 1)).astype("float32")
 
-TOLERANCES = {"half_precision_with_loss_scaling": 2e-3}  # sums of half-precision numbers are rounded so
+TOLERANCES = {
+    "half_precision_with_loss_scaling": 2e-3,
+    "bfloat16": 2e-2,
+}  # sums of half-precision numbers are rounded so
 CASES: dict[str, Callable[[], Any]] = {}
 FIT = {"batch_size": BATCH, "epochs": EPOCHS, "verbose": 0}
 CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -203,7 +206,7 @@ def dropout_and_layer_normalization() -> Any:
 def batch_normalization() -> Any:
     hidden = layers.Dense(4), layers.BatchNormalization(synchronized=px.has_strategy())
     model = classifier(*hidden, optimizer=keras.optimizers.SGD(0.02))
-    model.fit(X, Y, **(FIT | {"epochs": 1}))
+    model.fit(X, Y, **FIT)
     return result(model, model.evaluate(X, Y, verbose=0))
 
 
@@ -256,6 +259,55 @@ def half_precision_with_loss_scaling() -> Any:
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05)), "mse")
     model.fit(X, T, **FIT)
     return result(model)
+
+
+@case
+def loss_scales_fall_and_grow() -> Any:
+    # In float32, so that the scale alone decides: the first gradients overflow, and steps are left out.
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05), initial_scale=2.0**127, dynamic_growth_steps=4
+    )
+    model.compile(scaled, "mse")
+    model.fit(X, T, **FIT)
+    steps = int(scaled.inner_optimizer.iterations.numpy())
+    assert 0 < steps < 20
+    return result(model, steps, np.log2(scaled.dynamic_scale.numpy()))
+
+
+@case
+def bfloat16() -> Any:
+    policy = keras.DTypePolicy("mixed_bfloat16")
+    hidden = layers.Dense(4, activation="relu", dtype=policy), layers.Dropout(0.2, dtype=policy)
+    model = classifier(*hidden, metrics=["accuracy"])
+    model.fit(X, Y, **FIT)
+    assert all(v.dtype == "float32" for v in model.trainable_variables)
+    return {"weights": model.get_weights()}
+
+
+@case
+def clipping_of_each_variable() -> Any:
+    model = classifier(optimizer=keras.optimizers.RMSprop(0.01, clipnorm=0.05))
+    model.fit(X, Y, **FIT)
+    return result(model)
+
+
+@case
+def callbacks() -> Any:
+    known = keras.callbacks
+    seen: list[float] = []
+    stock = [
+        known.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
+        known.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=10.0),
+        known.EarlyStopping("val_loss", patience=1, restore_best_weights=True),
+        known.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs["loss"])),
+        known.SwapEMAWeights(swap_on_epoch=True),
+        known.TerminateOnNaN(),
+    ]
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)
+    model = classifier(optimizer=optimizer)
+    model.fit(X, Y, validation_data=(X[:7], Y[:7]), callbacks=stock, **FIT)
+    return result(model, seen, float(model.optimizer.learning_rate.numpy()))
 
 
 @case

@@ -12,7 +12,7 @@ from jax import tree_util
 from numpy.typing import NDArray
 
 from phalanx.core.padding import Padded, room_for, whole_shape
-from phalanx.core.values import Layout, PerReplica
+from phalanx.core.values import PerReplica, ReplicaLayout
 from phalanx.data.distribute.steps import RowsOf, Shape, Step
 from phalanx.data.plan.elements import Ragged
 from phalanx.errors import InvalidTypeError
@@ -88,7 +88,7 @@ class DeviceTransfer:
         pieces = owned(parts, shape)
         whole = (shape[0] * len(self._everywhere), *shape[1:])
         array = compat.put_pieces(whole, self._sharding, pieces, self._devices)
-        return PerReplica.from_global(array, Layout(len(self._everywhere), not first.shape))
+        return PerReplica.from_global(array, ReplicaLayout(len(self._everywhere), not first.shape))
 
     def _whole(self, number: int, rows: Any) -> Any:
         """One leaf of an element that is laid out over devices as a whole."""

@@ -29,7 +29,7 @@ from phalanx.data.run.iterator import ElementIterator, Epochs, check_state
 from phalanx.data.run.read_ahead import ReadAhead
 from phalanx.errors import InvalidValueError
 from phalanx.runtime import activity, host_memory, laboratory
-from phalanx.runtime.formatting import shown
+from phalanx.runtime.formatting import html_table, shown
 from phalanx.runtime.interrupts import uninterrupted
 
 State = Mapping[str, Any]
@@ -184,6 +184,15 @@ class DistributedDataset:
             f"<px.DistributedDataset: {topology.workers} worker(s) of {topology.replicas} replica(s), "
             f"policy {self._division.policy}>"
         )
+
+    def _repr_html_(self) -> str:
+        topology = self._topology
+        rows = [
+            ("workers", str(topology.workers)),
+            ("replicas of a worker", str(topology.replicas)),
+            ("policy", str(self._division.policy)),
+        ]
+        return html_table((), rows, "DistributedDataset")
 
 
 class _DistributedIteration:

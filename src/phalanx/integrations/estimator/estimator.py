@@ -198,7 +198,11 @@ class Estimator:
         context = SessionRunContext(lambda name: _value(model, name), save, begun)
         with contextlib.ExitStack() as stack:
             own = self._own_hooks(model.strategy, stack)
-            self._loop(model, elements, [*(hooks or ()), *own], context, last)
+            given = list(hooks or ())
+            agrees = any(
+                _exchanged(model.strategy, bool(given))
+            )  # hooks may ask to stop on one worker only
+            self._loop(model, elements, [*given, *own], context, last, agrees)
         return self
 
     def _loop(
@@ -208,6 +212,7 @@ class Estimator:
         hooks: Sequence[SessionRunHook],
         context: SessionRunContext,
         last: int | None,
+        agrees: bool = False,
     ) -> None:
         shares_steps = self._trains_on_servers()
         for hook in hooks:
@@ -226,6 +231,8 @@ class Estimator:
             values = SessionRunValues({"loss": loss, "global_step": step})
             for hook in hooks:
                 hook.after_run(context, values)
+            if agrees and any(_exchanged(model.strategy, context.stop_requested)):
+                context.request_stop()
         context.save_checkpoint()
         for hook in hooks:
             hook.end(context)
@@ -471,8 +478,13 @@ def _takes_part_in_saving(strategy: Strategy) -> bool:
 
 def _agreed(strategy: Strategy, answer: bool) -> bool:
     """The answer of the first worker, if workers train together."""
+    return bool(_exchanged(strategy, answer)[0])
+
+
+def _exchanged(strategy: Strategy, answer: bool) -> list[bool]:
+    """The answers of all workers that train together; else this one's."""
     connection = connected()
     together = len(strategy.extended._replica_devices) != strategy.num_replicas_in_sync
     if connection is None or not together:
-        return answer
-    return bool(connection.member.exchange("estimator", answer)[0])
+        return [answer]
+    return list(connection.member.exchange("estimator", answer))

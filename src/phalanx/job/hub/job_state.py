@@ -18,7 +18,7 @@ from phalanx.errors import InvalidValueError
 from phalanx.job.hub import admission, fields, wait_graph
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit, shorten
 from phalanx.job.hub.program_order import MOST_CODES, Agreement
-from phalanx.job.hub.progress import Progress, TaskRecord, describe_place
+from phalanx.job.hub.progress import Frontier, TaskRecord, describe_place
 from phalanx.job.hub.stack_requests import (
     STACK_PATIENCE,
     Out,
@@ -62,7 +62,7 @@ class JobState:
         self._failure: Failure | None = None
         self._exchanges: dict[str, _Exchange] = {}
         self._agreement = Agreement(self._records)
-        self._progress = Progress()
+        self._progress = Frontier()
         self._stack_requests = StackRequests(self._records)
         self._shown_at = -1e9  # when a member last showed the table
         self.workers_train = False

@@ -68,11 +68,11 @@ class TaskRecord:
         return f"{self.task} (pid {pid} on {host})" if host else str(self.task)
 
 
-class Progress:
+class Frontier:
     """Remembers when the first task reached each number.
 
     >>> fast, slow = TaskRecord(Task("worker", 0), 0), TaskRecord(Task("worker", 1), 1)
-    >>> progress = Progress()
+    >>> progress = Frontier()
     >>> progress.reach(fast, 5, now=10.0)
     >>> progress.behind(slow, (), now=12.5)
     2.5

@@ -64,7 +64,10 @@ def _handler(orbax: Any) -> Any:
     )
     arrays = orbax.PyTreeCheckpointHandler(multiprocessing_options=alone)
     values = orbax.JsonCheckpointHandler(multiprocessing_options=alone)
-    handler = orbax.CompositeCheckpointHandler(default=arrays, values=values)
+    together = orbax.CompositeOptions(multiprocessing_options=alone)
+    handler = orbax.CompositeCheckpointHandler(
+        default=arrays, values=values, composite_options=together
+    )
     if jax.process_count() == 1:
         return orbax.Checkpointer(handler)
     return orbax.Checkpointer(handler, multiprocessing_options=alone)
