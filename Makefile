@@ -79,6 +79,7 @@ bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the o
 	$(BIN)/python benchmarks/parameter_server.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/elastic.py
+	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/keras.py
 
 clean:

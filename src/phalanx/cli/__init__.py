@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import phalanx
 from phalanx.cli.arguments import positive
 from phalanx.cli.bench import add_bench_parser
+from phalanx.cli.chaos import add_chaos_parser
 from phalanx.cli.inspect import add_doctor_parser, add_explain_parser
 from phalanx.cli.plan import add_plan_parser
 from phalanx.cli.port import add_port_parser
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.set_defaults(function=_demo)
     add_run_parser(commands)
     add_resize_parser(commands)
+    add_chaos_parser(commands)
     add_explain_parser(commands)
     add_doctor_parser(commands)
     add_bench_parser(commands)

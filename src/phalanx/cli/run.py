@@ -34,7 +34,7 @@ from phalanx.job.launch.remote import shell_text
 from phalanx.job.launch.task_environment import job_tasks, task_environment
 from phalanx.runtime.formatting import shown
 
-__all__ = ["add_run_parser", "run"]
+__all__ = ["add_run_parser", "quiet_jax", "run"]
 
 _DESCRIPTION = """\
 Start a program as a job of several processes, one for each task of a cluster. Each process gets the
@@ -198,7 +198,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _show(job)
     view = JobView(job.tasks, name, sys.stdout, sys.stderr, bar=not options.no_progress)
-    with _quiet_jax(), contextlib.closing(view):
+    with quiet_jax(), contextlib.closing(view):
         if limits is None:
             return run_job(job, view).exit_code
         return run_elastic_job(job, view, limits, wanted.first).exit_code
@@ -225,7 +225,7 @@ def _limits(options: argparse.Namespace, wanted: WantedWorkers) -> WorkerLimits 
 
 
 @contextlib.contextmanager
-def _quiet_jax() -> Iterator[None]:
+def quiet_jax() -> Iterator[None]:
     """The hub runs JAX's coordination service here, which warns that it can recover."""
     before = jax.config.jax_logging_level  # type: ignore[attr-defined]
     jax.config.update("jax_logging_level", "ERROR")

@@ -40,6 +40,7 @@ from phalanx.job.tokens import find_token
 from phalanx.job.watchdog import Watchdog
 from phalanx.net.addresses import split_address
 from phalanx.net.framing import ProtocolError
+from phalanx.runtime import laboratory
 from phalanx.runtime.deadlines import worker_deadline
 
 _log = logging.getLogger("phalanx")
@@ -138,6 +139,8 @@ def connect(
         warn_after: seconds after which a wait for other workers shows who is late; see `Watchdog`.
         grace: seconds for native code to come back after the job has failed.
     """
+    laboratory.provide("cut", device_connections.cut_all)
+    laboratory.reach("start")
     end = time.monotonic() + timeout
     if os.environ.get(ADDRESS) and not os.environ.get("PHALANX_HUB"):
         raise FailedPreconditionError(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from phalanx.runtime import laboratory
+
 
 class Watcher(Protocol):
     """Where the phase and the number of steps are written."""
@@ -81,3 +83,4 @@ def count_steps(count: int = 1) -> None:
     """Some steps of all replicas have begun."""
     for watcher in _watchers:
         watcher.step = (watcher.step or 0) + count
+    laboratory.reach("step")

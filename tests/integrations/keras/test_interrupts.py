@@ -40,12 +40,16 @@ def test_an_interrupt_after_a_step_keeps_the_weights_of_that_step(by_hand: bool)
     model, alike = made(), made()
     model.make_train_function()
     model.train_function = InterruptedAfter(model.train_function, 2)
-    with pytest.raises(KeyboardInterrupt):
+
+    def train() -> None:
         if by_hand:
             for i in (0, 4):
                 model.train_on_batch(X[i : i + 4], Y[i : i + 4])
         else:
             model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
     alike.fit(X[:8], Y[:8], batch_size=4, shuffle=False, verbose=0)
     for mine, theirs in zip(model.get_weights(), alike.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)

@@ -28,7 +28,7 @@ from phalanx.data.run.element_queue import ElementQueue
 from phalanx.data.run.iterator import ElementIterator, Epochs, check_state
 from phalanx.data.run.read_ahead import ReadAhead
 from phalanx.errors import InvalidValueError
-from phalanx.runtime import activity, host_memory
+from phalanx.runtime import activity, host_memory, laboratory
 from phalanx.runtime.formatting import html_table, shown
 from phalanx.runtime.interrupts import uninterrupted
 
@@ -209,6 +209,7 @@ class _DistributedIteration:
 
     def fill(self) -> ElementQueue[StepProgress] | None:
         """Elements of which one waits; None at the end."""
+        laboratory.reach("input")
         ahead = self._ahead
         if ahead is None or not self.queue.waiting:
             with self._lock, activity.phase("input"):

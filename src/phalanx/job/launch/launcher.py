@@ -70,6 +70,7 @@ class Job:
     hosts: Hosts | None = None  # where the processes run; None for this machine
     ray: RayOptions | None = None  # how they are placed on a Ray cluster; None does without Ray
     python: str = "python3"  # the interpreter on other hosts
+    spawn: Spawn = field(default=spawn_here, repr=False)  # starts processes of this machine
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _attempt(
         return running[task].wait(DEATH_SECONDS) if task in running else None
 
     with contextlib.ExitStack() as stack:
-        spawn: Spawn = spawn_here
+        spawn = job.spawn
         if job.ray is not None:
             cluster = stack.enter_context(RayCluster(job.tasks, job.ray))
             tasks, host, spawn = cluster.tasks, cluster.host, cluster.spawn

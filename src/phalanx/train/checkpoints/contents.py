@@ -39,6 +39,7 @@ __all__ = [
     "is_iterator",
     "source_of",
     "spans_workers",
+    "whole_contents",
 ]
 
 _ARRAY = "$array"  # the name of an array in the state of an object
@@ -71,6 +72,20 @@ class Contents:
     def size(self) -> int:
         """The bytes of the arrays that this process writes."""
         return sum(source.size for source in self.arrays.values())
+
+
+def whole_contents(saved: Saved) -> Contents:
+    """All that a checkpoint holds, to write it anew in one piece."""
+    if strange := [name for name, value in saved.values.items() if "same" not in value]:
+        raise InvalidArgumentError(
+            f"The states of {strange} differ between workers, so they cannot be written as one. "
+            f"Received: {shown(str(saved.path))}"
+        )
+    contents = Contents(values={name: value["same"] for name, value in saved.values.items()})
+    for name, entry in saved.entries.items():
+        part = Part(whole(entry.shape), saved.read(name))
+        contents.arrays[name] = ArraySource(entry.shape, entry.dtype, [part], key=entry.key)
+    return contents
 
 
 def is_iterator(x: Any) -> bool:
