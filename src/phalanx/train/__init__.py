@@ -5,7 +5,9 @@
 * ``loss_functions`` and ``losses``; ``keras_optimizers`` and ``schedules``
 * ``loop``, ``snapshot``
 * ``checkpoints``; ``preemption`` and ``termination``, which save in time; ``weights``
-* ``module``; ``summaries`` and ``event_files`` for TensorBoard, ``loggers``, ``progress``, ``overview``
+* ``module``; ``summaries`` and ``event_files`` for TensorBoard, ``loggers``, ``progress``,
+  ``profiling``, ``overview``
+* ``elastic_training``: training with workers that come and go
 """
 
 from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
@@ -40,6 +42,7 @@ from phalanx.train.metrics import Mean, Metric, Sum
 from phalanx.train.optimizer import Optimizer
 from phalanx.train.overview import Overview, summary
 from phalanx.train.precision import LossScale, Policy
+from phalanx.train.profiling import Profile
 from phalanx.train.progress import Progress
 from phalanx.train.replica_agreement import broadcast_parameters, repeated_loss
 from phalanx.train.sharding import OptimizerSharding
@@ -74,6 +77,7 @@ __all__ = [
     "OptimizerSharding",
     "Overview",
     "Policy",
+    "Profile",
     "Progress",
     "ServerDef",
     "Sum",
