@@ -35,16 +35,12 @@ test-keras:             ## the tests of the Keras integration on the oldest Kera
 	.venvs/oldest-keras/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' 'keras==3.12.*'
 	.venvs/oldest-keras/bin/python -m pytest -q -m "not soak" tests/integrations/keras
 
-test-loaders: .venvs/loaders-tensorflow/.installed .venvs/loaders-torch/.installed  ## Keras with tf.data and torch loaders
-	.venvs/loaders-tensorflow/bin/python -m pytest -q tests/integrations/keras/loaders.py
-	.venvs/loaders-torch/bin/python -m pytest -q tests/integrations/keras/loaders.py
-
-.venvs/loaders-tensorflow/.installed: LIBRARY := tensorflow==2.21.*
-.venvs/loaders-torch/.installed: LIBRARY := torch==2.13.*
-.venvs/loaders-%/.installed:
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[keras]' pytest hypothesis '$(LIBRARY)'
-	@touch $@
+test-loaders:           ## Keras with tf.data and with loaders of torch, each in an environment of its own
+	for library in tensorflow-cpu==2.21.0 torch==2.13.0; do \
+	  home=.venvs/loaders-$${library%%[-=]*} && $(PYTHON) -m venv $$home && \
+	  $$home/bin/python -m pip install --quiet --disable-pip-version-check -e '.[keras]' pytest hypothesis $$library && \
+	  $$home/bin/python -m pytest -q tests/integrations/keras/foreign_loaders.py || exit 1; \
+	done
 
 soak: $(STAMP)          ## the slow stress tests
 	$(AS_USERS) $(BIN)/python -m pytest -q -m soak
@@ -82,6 +78,8 @@ bench: $(STAMP)         ## side-by-side benchmarks (makes environments for the o
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/parameter_server.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/elastic.py
+	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/keras.py
 
 clean:

@@ -52,6 +52,14 @@ def phalanx_strategy(replicas: int) -> Any:
     return px.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
 
 
+def _most_held() -> float:
+    """The most memory that this process ever had, libraries included, in MB."""
+    import resource
+
+    unit = 1e6 if sys.platform == "darwin" else 1e3
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
 def serve(
     versions: dict[str, str],
     reset: Callable[[], None],
@@ -74,4 +82,5 @@ def serve(
         for i in range(command["steps"]):
             result = step(i)
         loss = finish(result)
-        parent.say(seconds=time.perf_counter() - started, loss=loss)
+        seconds = time.perf_counter() - started
+        parent.say(seconds=seconds, loss=loss, megabytes=_most_held())

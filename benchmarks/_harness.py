@@ -124,6 +124,7 @@ class Round:
     steps: int
     seconds: float
     loss: float
+    megabytes: float = 0.0  # the most that its processes ever had, libraries included
 
     @property
     def milliseconds(self) -> float:
@@ -218,7 +219,7 @@ class Child:
         """Train for some steps, starting from the initial parameters."""
         self.send(steps=steps)
         answer = self.receive(f"run {steps} steps", ROUND_DEADLINE + 2.0 * steps)
-        return Round(steps, answer["seconds"], answer["loss"])
+        return Round(steps, answer["seconds"], answer["loss"], answer.get("megabytes", 0.0))
 
     def last_words(self) -> str:
         """What the child has written to its standard error output."""
@@ -262,7 +263,8 @@ class Ranks:
         """Let all ranks make some steps; it takes as long as the slowest."""
         answers = self.ask(f"run {steps} steps", ROUND_DEADLINE + 2.0 * steps, steps=steps)
         loss = statistics.fmean(a["loss"] for a in answers)
-        return Round(steps, max(a["seconds"] for a in answers), loss)
+        held = sum(a.get("megabytes", 0.0) for a in answers)
+        return Round(steps, max(a["seconds"] for a in answers), loss, held)
 
     def receive(self, what: str, deadline: float) -> list[dict[str, Any]]:
         """The next answer of each rank."""

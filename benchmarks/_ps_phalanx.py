@@ -131,5 +131,5 @@ if __name__ == "__main__":
         launched(int(sys.argv[2]))
     else:
         words = [word.partition("=")[::2] for word in sys.argv[3:]]
-        values = {"True": True, "1": 1}
-        main(int(sys.argv[1]), int(sys.argv[2]), {k: values.get(v, v) for k, v in words})
+        chosen = {k: int(v) if v.isdigit() else v == "True" or v for k, v in words}
+        main(int(sys.argv[1]), int(sys.argv[2]), chosen)

@@ -2,9 +2,9 @@
 
 ``python benchmarks/parameter_server.py`` starts coordinators of both libraries, each with its own
 workers and servers as processes of this machine, lets them take turns round by round, and writes
-tables to ``benchmarks/results/parameter_server.md``: both libraries, what delivery and durability cost,
-where the time goes, and what Ray costs. It takes about eight minutes on two quiet processors, and less
-with fewer ``--rounds``; ``--quick`` takes two.
+tables to ``benchmarks/results/parameter_server.md``: both libraries, what delivery, staleness, backup
+workers and durability cost, where the time goes, and what Ray costs. It takes about eight minutes on
+two quiet processors, and less with fewer ``--rounds``; ``--quick`` takes two.
 """
 
 from __future__ import annotations
@@ -54,14 +54,23 @@ class Variant(harness.Variant):
 
 OURS = Variant("phalanx", "Phalanx")
 PEER = Variant("tensorflow", "TensorFlow", "tensorflow")
+DEFAULT = Variant("exactly", "exactly once")
 CHOICES = [
-    Variant("exactly", "exactly once"),
-    Variant("least", "at least once", options=("delivery=at_least_once",)),
-    Variant("backup", "with backup workers", options=("backup_workers=1",)),
-    Variant("snapshot", "snapshots", options=("durability=snapshot",)),
-    Variant("log", "log", options=("durability=log",)),
-    Variant("sync", "log on disk", options=("durability=log", "sync=True")),
+    [
+        Variant("least", "at least once", options=("delivery=at_least_once",)),
+        Variant("backup", "with backup workers", options=("backup_workers=1",)),
+        Variant("fresh", "staleness 0", options=("max_staleness=0",)),
+        Variant("stale", "staleness 4", options=("max_staleness=4",)),
+    ],
+    [
+        Variant("snapshot", "snapshots", options=("durability=snapshot",)),
+        Variant("log", "log", options=("durability=log",)),
+        Variant("sync", "log on disk", options=("durability=log", "sync=True")),
+    ],
 ]
+"""Options that are measured together, each time beside the default ones."""
+CHOSEN = ("step", "sparse", "dense")
+"""The cases to which these options matter."""
 
 JOBS = ("coordinator", "worker", "ps")
 LAUNCH_DEADLINE = 300.0  # seconds for a job that `phalanx run` starts
@@ -79,12 +88,17 @@ Rates = dict[tuple[str, str], list[Taken]]
 
 
 def measured(
-    variants: Sequence[Variant], workers: int, servers: int, rounds: int, versions: list[str]
+    variants: Sequence[Variant],
+    workers: int,
+    servers: int,
+    rounds: int,
+    versions: list[str],
+    cases: Sequence[str] = tuple(CASES),
 ) -> Rates:
     """Let variants take turns."""
-    rates: Rates = {(v.key, case): [] for v in variants for case in CASES}
+    rates: Rates = {(v.key, case): [] for v in variants for case in cases}
     with harness.started(variants, lambda v: v.start(workers, servers), versions) as children:
-        for case in CASES:
+        for case in cases:
             for variant, child in children.items():
                 run(child, case, max(40, variant.steps(case) // 4))
             for order in harness.rotated(variants, rounds):
@@ -130,13 +144,20 @@ def compared(results: Mapping[int, Rates]) -> str:
     return markdown_table(rows)
 
 
-def chosen(rates: Rates) -> str:
-    """The table of options."""
-    rows = [["", *(v.name for v in CHOICES)]]
-    for case, what in CASES.items():
-        medians = [median_rate(rates[v.key, case]) for v in CHOICES]
-        rest = [f"{rate:,.0f} ({rate / medians[0]:.2f})" for rate in medians[1:]]
-        rows.append([what, f"{medians[0]:,.0f}", *rest])
+def chosen(results: Mapping[int, Sequence[Rates]]) -> str:
+    """The table of options: the rate of each, and its ratio to the rate of the default ones."""
+    rows = [["workers", "", DEFAULT.name, *(v.name for group in CHOICES for v in group)]]
+    for workers, groups in results.items():
+        for case in CHOSEN:
+            usual = [x for rates in groups for x in rates[DEFAULT.key, case]]
+            row = [str(workers), CASES[case], f"{median_rate(usual):,.0f}"]
+            for group, rates in zip(CHOICES, groups, strict=True):
+                base = [x.rate for x in rates[DEFAULT.key, case]]
+                for variant in group:
+                    found = [x.rate for x in rates[variant.key, case]]
+                    ratio = statistics.median(ratios(found, base))
+                    row.append(f"{statistics.median(found):,.0f} ({ratio:.2f})")
+            rows.append(row)
     return markdown_table(rows)
 
 
@@ -207,7 +228,11 @@ def report(workers: Sequence[int], servers: int, rounds: int) -> str:
     load = os.getloadavg()[0]
     versions: list[str] = []
     results = {n: measured([OURS, PEER], n, servers, rounds, versions) for n in workers}
-    options = measured(CHOICES, 2, servers, rounds, versions)
+    few = max(1, rounds // 2)
+    options = {
+        n: [measured([DEFAULT, *group], n, servers, few, versions, CHOSEN) for group in CHOICES]
+        for n in workers
+    }
     ray = on_ray(rounds)
     return f"""\
 # Parameter servers
@@ -222,12 +247,13 @@ A training step reads both matrices, computes loss and gradients, and changes bo
 reads its rows first. A read sums what it has read; before each, another closure changes one row,
 because Phalanx does not send a value again that has not changed.
 
-What delivery and durability cost, with 2 workers: closures per second, and the ratio to the first
-column.
+What delivery, staleness, backup workers and durability cost: closures per second, medians of {few}
+rounds, and the ratio to the default options in the same rounds.
 
 {chosen(options)}
 
-Each update of 4 MB is 4 MB of log: more than a disk takes at this rate.
+With staleness 0 closures run one after the other, whatever the number of workers. Each update of 4 MB
+is 4 MB of log: more than a disk takes at this rate.
 
 Where the time goes: microseconds of processors for each closure, of all tasks of a kind together.
 

@@ -51,6 +51,7 @@ def side_by_side(options: Any, stages: int, versions: list[str]) -> str:
     from phalanx.parallel import schedule
 
     cases = [c for c in CASES if c[1] != "torch" or "torch" in options.peers]
+    memory: dict[str, float] = {}
     with ExitStack() as stack:
         children = {}
         for name, variant, kind, chunks in cases:
@@ -66,8 +67,9 @@ def side_by_side(options: Any, stages: int, versions: list[str]) -> str:
                 found = children[name].run(steps[name])
                 times[name].append(found.milliseconds)
                 losses[name] = found.loss
+                memory[name] = max(memory.get(name, 0.0), found.megabytes)
     harness.check_same("The losses", losses, 1e-4)
-    rows = [["variant", "ms per step", f"times {BASE}", "bubble", "held micro batches"]]
+    rows = [["variant", "ms per step", f"times {BASE}", "bubble", "held micro batches", "MB"]]
     for name, variant, kind, chunks in cases:
         made = schedule(kind, stages, MICRO_BATCHES, chunks)
         held = "all" if variant == "scan" else ""
@@ -81,6 +83,7 @@ def side_by_side(options: Any, stages: int, versions: list[str]) -> str:
                 median_and_spread(against),
                 f"{made.bubble():.1%}",
                 held,
+                f"{memory[name]:.0f}",
             ]
         )
     return harness.markdown_table(rows)
@@ -132,7 +135,8 @@ def report(options: Any) -> str:
     what = (
         f"The loss and the gradients of 8 layers of width {options.width}, {options.rows} rows in "
         f"{MICRO_BATCHES} micro batches. The bubble is that of the schedule; where stages have no "
-        "cores of their own, waiting costs nothing, so times show what each schedule adds."
+        "cores of their own, waiting costs nothing, so times show what each schedule adds. MB is the "
+        "most that all processes of a variant had, libraries included."
     )
     found = (
         "## Automatic cuts against all cuts\n\nThe dynamic program with descent, which is used where "

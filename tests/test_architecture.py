@@ -222,6 +222,7 @@ CONTRACT = {
     *("_value", "_bundle", "_place", "_stored", "_exclusive", "_wrap", "_held", "_require_own"),
     "_global",  # the array behind a distributed value
     "_keeps_layout",  # whether a variable holds an array over several devices as it is
+    "_updating",  # how the update of an optimizer runs
     "_computed",  # what is made of the values of variables, laid out like them
     "_input_place",  # who puts input on devices, if not each part on its replica's
     # What an iterator gives to functions, and takes back from them.

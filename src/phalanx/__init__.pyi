@@ -70,7 +70,11 @@ from phalanx.data.distribute.distributed_dataset import (
 from phalanx.data.distribute.per_replica_spec import PerReplicaSpec as PerReplicaSpec
 from phalanx.errors import PhalanxError as PhalanxError
 from phalanx.execution.function import Function as Function, function as function
-from phalanx.execution.gradients import grad as grad, value_and_grad as value_and_grad
+from phalanx.execution.gradients import (
+    grad as grad,
+    value_and_grad as value_and_grad,
+    values_and_grads as values_and_grads,
+)
 from phalanx.execution.loops import Range as range
 from phalanx.notebooks import launch as launch
 from phalanx.parallel.context import (
@@ -90,5 +94,6 @@ from phalanx.strategies.parameter_server import ParameterServerStrategy as Param
 from phalanx.strategies.tpu import TPUStrategy as TPUStrategy
 from phalanx.train.module import Module as Module
 from phalanx.train.overview import show as show
+from phalanx.train.profiling import profile as profile
 
 __version__: str

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import context as ctx
+from phalanx.core import context as ctx, traced_variables
+from phalanx.core.options import VariableAggregation
+from phalanx.core.replica_context import MergePoint, meet
+from phalanx.core.variables import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
-from phalanx.runtime import compat
+from phalanx.runtime import compat, seeding
 from phalanx.runtime.formatting import shown
-from phalanx.runtime.seeding import next_seed, set_seed
+from phalanx.runtime.seeding import next_seed
 
 __all__ = ["next_key", "replica_key", "set_seed"]
 
@@ -45,8 +49,10 @@ def replica_key(seed: Any) -> jax.Array:
 def next_key() -> jax.Array:
     """A random key, another one with each call; reproducible after `set_seed`.
 
-    Call it outside of compiled functions, which would keep the first one. In replicas give its result
-    to `replica_key`.
+    On replicas, and in a `px.function`, the strategy has a variable that counts the calls, so that each
+    run of a compiled step has new keys, and each replica its own. All replicas must call it equally
+    often. Call `set_seed` before the first step. `jax.jit` would keep the key of the first call, so it
+    is refused there.
 
     Examples:
         >>> import jax, phalanx as px
@@ -55,13 +61,68 @@ def next_key() -> jax.Array:
         >>> px.random.set_seed(3)
         >>> bool(first == jax.random.normal(px.random.next_key()))
         True
+        >>> step = px.function(lambda: jax.random.normal(px.random.next_key()))
+        >>> len({float(step()) for _ in range(3)})
+        3
     """
-    if compat.is_staging():
+    replica = ctx.active_replica()
+    if replica is None and not compat.is_staging():
+        return jax.random.key(next_seed())
+    if compat.is_staging() and traced_variables.program() is None:
         raise ContextError(
-            "A compiled function would keep the key of its first call. Call next_key outside of it, "
-            "and give it the key as an argument."
+            "jax.jit would keep the key of its first call. Use px.function in its place, or call "
+            "next_key outside of it, and give it the key as an argument."
         )
-    return jax.random.key(next_seed())
+    strategy = ctx.get_strategy()
+    if strategy not in _counters:
+        if replica is None:
+            _make_counter(strategy)
+        else:
+            meet(replica, MergePoint("creation of the random state", _make_counter, (), {}))
+    counter = _counters[strategy]
+    seed, count = jnp.asarray(counter.value())
+    counter.assign_add(jnp.uint32([0, 1]))
+    key = jax.random.fold_in(jax.random.key(seed), count)
+    return key if replica is None else replica_key(key)
+
+
+_counters: weakref.WeakKeyDictionary[Any, Variable] = weakref.WeakKeyDictionary()
+"""By strategy, a seed and how many keys were made of it."""
+
+
+def _make_counter(strategy: Any) -> None:
+    if strategy in _counters:
+        return
+    mode = ctx.default_mode() if strategy is ctx.default_mode().strategy else ctx.Mode(strategy)
+    with ctx.push(mode), jax.ensure_compile_time_eval():
+        _counters[strategy] = Variable(
+            jnp.uint32([next_seed() % 2**32, 0]),
+            trainable=False,
+            name="random_state",
+            aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+
+
+def set_seed(seed: int | None) -> None:
+    """Make everything random that names no seed reproducible: shuffles, and `px.random.next_key`.
+
+    Programs that ask for random things in the same order get the same ones; so do the workers of a job.
+    Steps that were compiled before keep their seed.
+
+    Args:
+        seed: an integer; None goes back to other numbers in every run.
+
+    Examples:
+        >>> import phalanx as px
+        >>> def shuffled():
+        ...     px.random.set_seed(1)
+        ...     return [int(x) for x in px.data.Dataset.range(5).shuffle(5)]
+        >>> shuffled() == shuffled()
+        True
+        >>> px.random.set_seed(None)
+    """
+    seeding.set_seed(seed)
+    _counters.clear()
 
 
 def _as_key(seed: Any) -> jax.Array:

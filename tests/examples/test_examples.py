@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.testing import faults
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -151,6 +153,23 @@ def test_an_embedding_on_servers_learns_and_is_evaluated(tmp_path: Path) -> None
     assert float(last) > 0.8
 
 
+def test_a_training_survives_its_own_sabotage() -> None:
+    """A kill, a preemption, a bug and a damaged checkpoint; the model is that of a run without."""
+    script = [str(EXAMPLES / "sabotage.py"), "--checkpoints", "{folder}"]
+    alone, two = faults.JobSchedule(0, 1), faults.JobSchedule(0, 2)
+    undisturbed = faults.run(script, alone, preload=["phalanx"], deadline=20.0)
+    sabotaged = faults.run([*script, "--sabotage"], two, restarts=3, preload=["phalanx"], deadline=20.0)
+    (wanted,) = re.findall(r"24 steps, loss .*", undisturbed.output)
+    assert re.findall(r"24 steps, loss .*", sabotaged.output) == [wanted], sabotaged.output
+    assert sabotaged.history.attempts == 4
+    codes = [event["codes"] for event in sabotaged.history.launcher if event["event"] == "failed"]
+    assert -9 in codes[0]
+    assert codes[1] == [143, 143]
+    assert "is not restored, but the checkpoint before it" in sabotaged.output
+    violations = faults.job_violations(sabotaged.history, undisturbed.history, deadline=20.0)
+    assert [x for x in violations if "was complete before" not in x] == []  # the damage is its own
+
+
 def test_a_language_model_in_four_stages() -> None:
     """All schedules are in the tests of pipelines."""
     done = start("pipeline.py", "--micro-batches", "5")
@@ -159,3 +178,16 @@ def test_a_language_model_in_four_stages() -> None:
     found = [float(x) for x in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
     assert len(found) == 4
     assert found[-1] < found[0] < 4
+
+
+def test_a_training_that_loses_a_worker_learns_the_same() -> None:
+    def last_loss(command: list[str]) -> str:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        (found,) = set(re.findall(r"the last loss is ([\d.]+)", done.stdout))
+        return found
+
+    script = str(EXAMPLES / "elastic.py")
+    run = [sys.executable, "-m", "phalanx", "run", "--workers", "1:2", "--restarts", "0"]
+    lost = last_loss([*run, script, "--lose-at", "10"])
+    assert float(lost) == pytest.approx(float(last_loss([sys.executable, script])), abs=1e-4)

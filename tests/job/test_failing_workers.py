@@ -21,11 +21,9 @@ from phalanx.job.hub.server import Hub
 from phalanx.job.observer import Observer
 from phalanx.job.registry import find_job
 from phalanx.net.addresses import listen
-from phalanx.runtime.deadlines import STUCK_EXIT_CODE
 
 SECONDS = 90.0
 HUB_DEATHS = 20
-MOST_STUCK = 0.2  # of the workers that have left a program
 PROGRAM = Path(__file__).with_name("failing_worker.py")
 
 
@@ -216,22 +214,11 @@ def test_the_others_survive_the_death_of_the_first_worker(environ):
             assert "was killed by signal 9 (SIGKILL)" in raised["text"]
             assert worker.hear("still computes")["value"] == 3.0
             worker.hear("end")
-            is_clean_end(worker)
-
-
-def is_clean_end(worker):
-    """Whether a worker that came to its end left no thread inside of gloo, which may wait forever."""
-    code, text = worker.end()
-    if code != STUCK_EXIT_CODE:
-        assert (code, text) == (0, "")
-        return True
-    assert "A program between workers has not come back, although this process has left it" in text
-    return False
+            assert worker.end() == (0, "")
 
 
 def survive_the_death_of_the_hub(environ):
-    """All workers raise, compute on and come to their end; the number of clean ends."""
-    clean = 0
+    """All workers raise, compute on and come to their end, with or without a thread inside gloo."""
     with workers("jax", "survive", 2, environ) as started:
         for worker in started:
             worker.hear("ready")
@@ -243,8 +230,7 @@ def survive_the_death_of_the_hub(environ):
             assert raised["kind"] == "HubLostError"
             assert worker.hear("still computes")["value"] == 3.0
             worker.hear("end")
-            clean += is_clean_end(worker)
-    return clean
+            assert worker.end() == (0, "")
 
 
 def test_workers_survive_the_death_of_the_hub(environ):
@@ -253,11 +239,9 @@ def test_workers_survive_the_death_of_the_hub(environ):
 
 
 @pytest.mark.soak
-def test_few_ends_find_a_thread_inside_of_gloo(environ):
-    ends = 2 * HUB_DEATHS
-    stuck = ends - sum(survive_the_death_of_the_hub(environ) for _ in range(HUB_DEATHS))
-    print(f"{stuck} of {ends} workers ended with a thread inside of gloo")
-    assert stuck <= MOST_STUCK * ends
+@pytest.mark.parametrize("time", range(HUB_DEATHS))
+def test_workers_survive_many_deaths_of_hubs(environ, time):
+    survive_the_death_of_the_hub(environ)
 
 
 def test_an_exception_on_one_worker_ends_all_with_its_traceback(environ):

@@ -62,10 +62,10 @@ class Session:
         return [float(self._step(*next(self.input))) for _ in range(count)]
 
 
-def save(session: Session, path: str, is_async: bool = False) -> list[float]:
+def save(session: Session, path: str, is_async: bool = False, format: str = "phalanx") -> list[float]:
     """Train a little, save, and return the losses of the ten steps that follow."""
     session.steps(3)
-    session.checkpoint.write(path, px.train.CheckpointOptions(enable_async=is_async))
+    session.checkpoint.write(path, px.train.CheckpointOptions(enable_async=is_async, format=format))
     losses = session.steps(10)
     session.checkpoint.sync()
     return losses

@@ -77,6 +77,18 @@ def test_any_strategy_takes_the_checkpoints_of_any_other(
             np.testing.assert_allclose(losses, expected, rtol=1e-4, err_msg=str(level))
 
 
+def test_slices_of_workers_become_one_checkpoint_of_orbax(tmp_path: Path) -> None:
+    path, env = str(tmp_path / "orbax"), {"PHALANX_DEADLINE": "150"}  # a new process imports Orbax
+    with px.testing.MultiProcess(2, 1, env=env, preload=["phalanx"]) as cluster:
+        answers = cluster.run(
+            lambda: save(in_worker("parameters"), path, format="orbax"), timeout=200.0
+        )
+    assert (tmp_path / "orbax" / "_CHECKPOINT_METADATA").exists()
+    assert not list(tmp_path.glob(".*")), "no part is left"
+    (losses,) = restore(Session(mirrored(2)), [path])
+    np.testing.assert_allclose(losses, answers[0], rtol=1e-4)
+
+
 @pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
 def test_who_writes_what(cluster: px.testing.MultiProcess, tmp_path: Path) -> None:
     """The first worker waits for none if it has everything; else all must write to one place."""

@@ -191,6 +191,42 @@ OTHERS = {
 }
 
 
+def grouped(w: Any, x: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    h = jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=4
+    )
+    return jnp.sum(jnp.sin(h))
+
+
+def largest(w: Any, x: Any) -> Any:
+    return jnp.sum(jax.lax.top_k(x * w, 3)[0] ** 2)
+
+
+IN_PARTS = {
+    "groups of features": (grouped, (array(3, 3, 4, 16), array(8, 6, 6, 16)), P(None, None, None, "x")),
+    "groups, batch": (grouped, (array(3, 3, 4, 32), array(8, 6, 6, 16)), P("x")),
+    "features that multiply": (
+        grouped,
+        (array(3, 3, 1, 8), array(8, 6, 6, 4)),
+        P(None, None, None, "x"),
+    ),
+    "top_k": (largest, (array(16, 32), array(16, 32)), P("x")),
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_what_xla_would_gather_is_computed_in_parts(name: str) -> None:
+    function, args, spec = IN_PARTS[name]
+    key = "top_k" if name == "top_k" else "conv_general_dilated"
+    plan = search(function, args, mesh(4), HARDWARE, pins={"x": spec, key: spec})
+    (operator,) = [o for o in plan.operators if o.primitive == key]
+    assert operator.results[0] == spec
+    step = compiled(function, args, plan)
+    assert sent(step, 4) == predicted(plan)
+    check_numbers(function, args, plan, step)
+
+
 @pytest.mark.parametrize("sizes", [(2,), pytest.param((6,), marks=pytest.mark.soak), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_programs_compute_the_same(name: str, sizes: tuple[int, ...]) -> None:

@@ -243,3 +243,9 @@ def test_stages_are_refused_when_they_are_used() -> None:
         target(*ARGS)
     with pytest.raises(InvalidValueError, match="no program before the first call"):
         _ = target.program
+
+
+def test_layouts_spread_from_the_batch_if_nothing_else_is_given() -> None:
+    target = net(parallel_mode="sharding_propagation")
+    assert float(target(*ARGS)) == 256.0
+    assert tuple(target.program.arguments[1].spec) == ("x",)

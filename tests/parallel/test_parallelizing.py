@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import equinox
@@ -144,6 +145,42 @@ def test_a_step_with_local_gradients_is_refused() -> None:
 
     with pytest.raises(InvalidValueError, match="would differ between devices"):
         parallelize(wrong, (PARAMS, *BATCHES[0]), parallel_mode="data_parallel")
+
+
+def test_uneven_batches_are_divided() -> None:
+    """Every device computes its part: three examples, or two; or one, or none."""
+    where: Any = {"devices": jax.devices()[:4], "parallel_mode": "data_parallel"}
+    program = parallelize(step, (state_of(PARAMS), *BATCHES[0]), gradients_mean=True, **where)
+    for rows, parts in ((10, {3, 2}), (3, {1})):
+        x, y = (array[:rows] for array in BATCHES[0])
+        text = program.lower(state_of(PARAMS), x, y).as_text()
+        products = [line for line in text.splitlines() if "dot_general" in line]
+        assert {
+            int(n) for line in products for n in re.findall(r"<(\d+)x6xf32>, tensor<6x24", line)
+        } == parts
+        assert text.count("stablehlo.all_reduce") == 1
+        check_close(program(state_of(PARAMS), x, y), jax.jit(step)(state_of(PARAMS), x, y))
+    x = np.arange(240, dtype=np.float32).reshape(10, 24)
+    predict = parallelize(
+        lambda w, x: (x @ w, jnp.mean(x)), (PARAMS["down"], x), gradients_mean=True, **where
+    )
+    check_close(predict(PARAMS["down"], x), (x @ PARAMS["down"], x.mean()))
+    total = parallelize(lambda w, x: jnp.sum(x @ w), (PARAMS["down"], x), **where)
+    check_close(total(PARAMS["down"], x), jnp.sum(x @ PARAMS["down"]))
+
+
+def test_what_depends_on_the_rows_of_a_device_is_computed_whole() -> None:
+    def rows(w: Any, x: Any) -> Any:
+        if x.shape[0] < 2:
+            raise ValueError("at least two rows are needed")
+        return jnp.sum(x * w)
+
+    program = parallelize(
+        rows, (np.float32(2), np.ones(8)), devices=jax.devices()[:4], parallel_mode="data_parallel"
+    )
+    assert float(program(np.float32(2), np.ones(5))) == 10.0
+    with pytest.raises(ValueError, match="at least two rows"):
+        program(np.float32(2), np.ones(1))
 
 
 def test_results_of_each_device_are_joined() -> None:
@@ -342,6 +379,59 @@ def test_without_all_to_all_there_is_none() -> None:
     assert "all-to-all" in kinds[1]
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_given_layouts_change_without_all_to_all_too(enabled: bool) -> None:
+    """A cut that moves from rows to columns, directly and behind a product; forwards and backwards."""
+
+    def loss(w: Any, x: Any) -> Any:
+        rows = shard(jnp.tanh, ((4, 1),), ((4, 1),))(x)
+        columns = shard(jnp.sin, ((1, 4),), ((1, 4),))(rows * 2)
+        again = shard(jnp.sin, ((4, 1),))(columns)
+        return jnp.sum(shard(jnp.cos, ((1, 4),))(again @ w))
+
+    args = np.ones((8, 8), np.float32), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    program = parallelize(
+        value_and_grad(loss),
+        args,
+        devices=jax.devices()[:4],
+        parallel_mode="semi_auto_parallel",
+        enable_alltoall=enabled,
+    )
+    kinds = sent(program.lower(*args).compile(), 4)
+    assert ("all-to-all" in kinds) == enabled
+    assert kinds["all-gather"] > 0
+    check_close(program(*args), jax.value_and_grad(loss)(*args))
+
+
+def test_what_jit_traced_elsewhere_is_not_used() -> None:
+    """JAX keeps what it traced outside, and in other modes; a step must not get that."""
+
+    @jax.jit
+    def jitted(w: Any, x: Any) -> Any:
+        value, gradient = value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2))(w, x)
+        return w - 0.1 * gradient, value
+
+    w, x = np.ones((4, 4), np.float32), np.arange(32, dtype=np.float32).reshape(8, 4) / 10
+    alone = jitted(w, x)
+    level = {"parallel_optimizer_threshold": 0, "optimizer_level": "level2"}
+    for factor, options in (
+        (1, {"parallel_mode": "data_parallel", "gradients_mean": True}),
+        (4, {"parallel_mode": "data_parallel", "gradients_mean": False}),
+        (1, {"parallel_mode": "data_parallel", "gradients_mean": True, **_sliced(level)}),
+        (1, {"parallel_mode": "semi_auto_parallel"}),
+        (4, {"parallel_mode": "semi_auto_parallel", "loss_repeated_mean": False}),
+        (1, {"parallel_mode": "auto_parallel"}),
+    ):
+        program = parallelize(jitted, (w, x), devices=jax.devices()[:4], **options)
+        check_close(w - program(w, x)[0], (w - alone[0]) * factor)
+        if "enable_parallel_optimizer" in options:
+            assert "reduce_scatter" in program.lower(w, x).as_text()
+
+
+def _sliced(config: dict[str, Any]) -> dict[str, Any]:
+    return {"enable_parallel_optimizer": True, "parallel_optimizer_config": config}
+
+
 def test_functions_that_are_not_trained_are_laid_out_too() -> None:
     x, _ = BATCHES[0]
 
@@ -535,6 +625,30 @@ def test_nests_with_other_things_in_them() -> None:
     for mode in ("data_parallel", "auto_parallel"):
         program = parallelize(loss, (model, x), parallel_mode=mode, gradients_mean=True)
         check_close(program(model, x), loss(model, x))
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "auto_parallel"])
+def test_random_keys_in_the_state(mode: str) -> None:
+    """As libraries of layers keep them for dropout."""
+
+    def loss(params: Any, x: Any) -> Any:
+        kept = jax.random.bernoulli(params["key"], 0.5, (x.shape[1],))
+        return jnp.mean((jnp.where(kept, x, 0) @ params["w"]) ** 2)
+
+    def update(params: Any, x: Any) -> Any:
+        def of_weights(w: Any, x: Any) -> Any:
+            return loss({**params, "w": w}, x)
+
+        value, gradient = value_and_grad(of_weights)(params["w"], x)
+        return {"w": params["w"] - gradient, "key": jax.random.split(params["key"])[0]}, value
+
+    params = {"w": np.ones((8, 4), np.float32), "key": jax.random.key(3)}
+    x = np.arange(64, dtype=np.float32).reshape(8, 8) / 64
+    program = parallelize(update, (params, x), parallel_mode=mode, gradients_mean=True)
+    found, value = program(*program(params, x)[:1], x)
+    wanted, expected_value = jax.jit(update)(*jax.jit(update)(params, x)[:1], x)
+    check_close((found["w"], value), (wanted["w"], expected_value))
+    assert (jax.random.key_data(found["key"]) == jax.random.key_data(wanted["key"])).all()
 
 
 def test_options_that_do_not_go_together() -> None:

@@ -102,6 +102,12 @@ def test_differences(plan: Plan) -> None:
     assert plan.diff(smaller)[0] == "mesh: x=2 × y=4 -> x=4"
     with pytest.raises(px.errors.NotFoundError, match="Received: 'nothing'"):
         plan.pin("nothing", P())
+    with pytest.raises(px.errors.NotFoundError, match="Did you mean 'head'"):
+        plan.pin("heads", P())
+    with pytest.raises(px.errors.InvalidTypeError, match="Received: 'xy' for 'head'"):
+        plan.pin("head", "xy")
+    with pytest.raises(px.errors.InvalidTypeError, match="diff compares plans"):
+        plan.diff({})  # type: ignore[arg-type]
 
 
 def test_explanations_are_what_the_search_says(plan: Plan) -> None:

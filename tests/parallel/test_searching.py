@@ -353,6 +353,7 @@ def test_pins_hold() -> None:
         ({"u": P("x")}, px.errors.NotFoundError, "Did you mean"),
         ({"up": P("w")}, px.errors.InvalidValueError, "The mesh has the axes"),
         ({"up": "x"}, px.errors.InvalidTypeError, "Received: 'x' for 'up'"),
+        ([1], px.errors.InvalidTypeError, "layouts by name"),
         ({"y": P(None, None, "x")}, px.errors.InvalidValueError, "dims"),
     ],
 )
@@ -401,6 +402,16 @@ def test_old_plans_are_kept_where_they_fit() -> None:
         ),
         (lambda: search(mlp, mlp_arguments(8, 8), 2, 3), px.errors.InvalidTypeError, "Received: 3"),
         (
+            lambda: search(mlp, mlp_arguments(8, 8), 2, A100, memory="1GB"),
+            px.errors.InvalidValueError,
+            "memory is a number of bytes",
+        ),
+        (
+            lambda: search(mlp, mlp_arguments(8, 8), 2, A100, time_limit=-1),
+            px.errors.InvalidValueError,
+            "time_limit is a number of seconds",
+        ),
+        (
             lambda: search(mlp, mlp_arguments(8, 8), 2, parameters=7),
             px.errors.InvalidValueError,
             "arguments",
@@ -427,3 +438,12 @@ def test_opaque_operators_are_noted_and_searched_around() -> None:
     (call,) = [o for o in plan.operators if o.primitive == "pure_callback"]
     assert call.operands == (P(),)
     assert "opaque" in plan.notes[0]
+
+
+def test_effects_are_noted() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        jax.debug.print("{}", w[0, 0])
+        return jnp.sum(x @ w)
+
+    plan = search(loss, (array(64, 64), array(64, 64)), flat(4), A100)
+    assert any(note.endswith("It has effects.") for note in plan.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.parameter_server import wire
 from phalanx.parameter_server.local import LocalServers
+from phalanx.parameter_server.own_tokens import TokenLine
 from phalanx.parameter_server.recovery import verdict
 from phalanx.parameter_server.requests import Commit, Token, Update
 from phalanx.parameter_server.store import Outcome, Store
+from phalanx.parameter_server.wire import Kind
 from tests.parameter_server.jobs import Job
 from tests.parameter_server.protocol_model import Kept, Unfenced, _act
+from tests.parameter_server.running import SECONDS, add, connections, running, value_of, variable
 
 SERVERS = (0, 1)
 
@@ -158,3 +163,28 @@ def test_a_task_that_was_taken_for_lost_makes_its_updates_once(
     add()
     assert (v.numpy().tolist(), w.numpy().tolist()) == ([1.0] * 3, [1.0] * 3)
     assert servers.attempts == attempts * 2
+
+
+@pytest.mark.parametrize("committed", [0, 1])
+def test_no_reader_sees_half_of_a_commit_whose_task_is_gone(
+    committed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    variables = [variable(i, server=i) for i in SERVERS]
+    with running(len(SERVERS)) as servers, connections(servers) as reader:
+        for v in variables:
+            reader.create(v, np.zeros((), np.float32))
+        task = connections(servers, reader.run)  # type: ignore[attr-defined]
+        token = TokenLine().take()
+        for i in SERVERS:
+            task._call(i, wire.push(Kind.STAGE, token, [add(variables[i])]))
+        assert value_of(reader, variables[1]) == 0.0, "its task lives, and is not disturbed"
+        assert not caplog.messages
+        for i in SERVERS[:committed]:
+            assert task._call(i, [wire.about(Kind.COMMIT, token)]) == [b"\x00"]
+        task.close()
+        give_up = time.monotonic() + SECONDS
+        while not reader.status()[1]["doubtful"]:  # as soon as the server hears of the end
+            assert time.monotonic() < give_up
+        assert [value_of(reader, v) for v in variables] == [float(committed)] * 2
+        assert ["dropped", "made"][committed] in caplog.text
+        assert not any(status["doubtful"] for status in reader.status())

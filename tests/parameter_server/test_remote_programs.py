@@ -168,6 +168,35 @@ def test_rows_are_fetched_by_what_the_step_computes(shards: int) -> None:
     assert step.trace_count == 1
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_operands_that_no_program_computes(shards: int) -> None:
+    job = Job(2, FIXED(shards))
+    table, copy = job.variable(np.zeros((20, 2), "f")), job.variable(np.zeros(2, "f"))
+    fixed = np.array([3, 19, 3])
+
+    @px.function
+    def step(rows: Any, ids: Any) -> Any:
+        table.scatter_add(px.IndexedSlices(rows, ids))
+        table.scatter_add(px.IndexedSlices(px.nn.embedding_lookup(table, fixed)[:2] + 1, fixed[:2]))
+        copy.assign(rows[0])
+        return ids
+
+    def twice() -> Any:
+        rows, ids = np.ones((2, 2), "f"), np.array([0, 19])
+        returned = step(rows, ids)
+        rows[:], ids[:] = 7, 5  # the step has happened
+        assert isinstance(returned, jax.Array)
+        step(np.full((2, 2), 2, "f"), np.array([1, 19]))
+
+    job.run(twice)
+    expected = np.zeros(20, "f")
+    for i, n in ((0, 1), (1, 2)):  # each time the rows of the arguments, then the fixed ones
+        expected[[i, 19]] += n
+        expected[[3, 19]] += expected[[3, 19]] + 1
+    np.testing.assert_array_equal(table.numpy(), expected[:, None] + [0, 0])
+    np.testing.assert_array_equal(copy.numpy(), [2, 2])
+
+
 def test_rows_may_depend_on_rows(job: Job) -> None:
     links = job.variable(np.array([3, 2, 1, 0, 4], np.int32))
     table = job.variable(np.arange(5, dtype=np.float32) * 10)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 import phalanx as px
+from phalanx.core.shard_slices import split_rows
 from phalanx.parameter_server.sharded_variable import shard_sizes
 from tests.parameter_server.jobs import Job
 
@@ -111,6 +112,25 @@ def test_updates_reach_their_shards() -> None:
     assert [len(u.values) for u in job.servers.pushes[3]] == [2, 1, 1]
     with pytest.raises(ValueError, match="shape"):
         v.assign(np.zeros((6, 2), "f"))
+
+
+def test_indices_in_memory_that_is_used_again() -> None:
+    _, v = sharded()
+    before, ids = v.numpy(), np.array([6, 0, 3])
+    np.testing.assert_array_equal(v.sparse_read(ids), before[[6, 0, 3]])
+    ids[:] = [1, 5, 1]
+    np.testing.assert_array_equal(v.sparse_read(ids), before[[1, 5, 1]])
+    v.scatter_add(px.IndexedSlices(np.ones((3, 2), "f"), ids))
+    np.testing.assert_array_equal(v.numpy() - before, np.array([0, 2, 0, 0, 0, 1, 0])[:, None] + [0, 0])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint64"])
+def test_indices_of_any_dtype(dtype: str) -> None:
+    large = 2**64 - 1 if dtype == "uint64" else 100  # rows that do not exist are left out
+    indices = np.array([6, 0, large, 3], dtype)
+    parts = split_rows(indices, (3, 5, 7))
+    assert [part.rows.tolist() for part in parts] == [[0], [0], [1]]
+    assert [part.mine.tolist() for part in parts if part.mine is not None] == [[1], [3], [0]]
 
 
 def test_own_writes_are_seen_in_a_closure() -> None:

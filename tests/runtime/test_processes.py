@@ -1,14 +1,16 @@
-"""What native code prints, led elsewhere."""
+"""What native code prints, led elsewhere, and the priority of threads."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
+import threading
 
 import pytest
 
-from phalanx.runtime.processes import redirected
+from phalanx.runtime.processes import lower_priority, redirected
 
 
 def test_a_descriptor_is_redirected_and_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
@@ -29,3 +31,19 @@ def test_a_descriptor_that_is_not_there_stays_so() -> None:
         pass
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(free)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux only")
+def test_only_this_thread_has_a_lower_priority() -> None:
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    found: list[int] = []
+
+    def run() -> None:
+        lower_priority()
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [19]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

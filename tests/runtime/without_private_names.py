@@ -175,6 +175,7 @@ def traced_threads(compat: Any) -> None:
 MODULES = {
     "join": "job.jax_distributed",
     "end": "job.jax_distributed",
+    "stay": "job.jax_distributed",
     "start": "job.hub.coordination_service",
 }
 FEATURES: dict[str, Callable[[Any], Any]] = {
@@ -185,6 +186,7 @@ FEATURES: dict[str, Callable[[Any], Any]] = {
     # These are tried without a name that they cannot do without, and so reach no other process.
     "join": lambda processes: processes.join("127.0.0.1:1", 0, 2, timeout=1.0, host="127.0.0.1"),
     "end": lambda processes: processes.abandon_backends(),
+    "stay": lambda processes: processes.forget_devices(),
     "start": lambda service: service.start_coordination_service("127.0.0.1:0", 1),
 }
 

@@ -77,5 +77,22 @@ def test_the_global_seed() -> None:
     px.random.set_seed(None)
     with pytest.raises(TypeError, match="seed"):
         px.random.set_seed("5")
-    with pytest.raises(RuntimeError, match="outside"):
+    with pytest.raises(RuntimeError, match=r"px\.function"):
         jax.jit(lambda: jax.random.normal(px.random.next_key()))()
+
+
+def test_keys_in_steps_differ_between_calls_and_replicas() -> None:
+    strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+
+    def draw() -> list[float]:
+        values = strategy.run(lambda: jax.random.normal(px.random.next_key()))
+        return [float(x) for x in values.values]
+
+    step = px.function(lambda: strategy.run(lambda: jax.random.normal(px.random.next_key())))
+    px.random.set_seed(7)
+    eager = [*draw(), *draw()]
+    px.random.set_seed(7)
+    compiled = [float(x) for _ in range(2) for x in step().values]
+    px.random.set_seed(None)
+    assert eager == compiled
+    assert len(set(eager)) == 4

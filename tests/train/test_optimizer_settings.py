@@ -110,12 +110,81 @@ def test_lbfgs_searches_along_its_direction() -> None:
         searching = px.train.Optimizer(optax.lbfgs())
     strategy.run(lambda: divided.apply_gradients([(jnp.ones(3), v)]))
     assert np.all(v.numpy() < 0)
-    with pytest.raises(NotImplementedError, match="line search"):
+    with pytest.raises(NotImplementedError, match=r"optimizer\.minimize"):
         strategy.run(
             lambda: searching.apply_gradients(
                 [(jnp.ones(3), v)], value=0.0, grad=[jnp.ones(3)], value_fn=lambda x: x[0].sum()
             )
         )
+
+
+def searched(replicas: int, compiled: bool, shard: Any = None) -> Any:
+    """Weights after two steps with a line search, over rows that replicas share."""
+    strategy = px.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3) / 10
+    data = px.data.Dataset.from_tensor_slices((rows, rows @ np.float32([1, -2, 3]))).batch(4)
+    with strategy.scope():
+        w = px.Variable(jnp.zeros(3))
+        optimizer = px.train.Optimizer(optax.lbfgs(), shard=shard)
+
+    def step(x: Any, y: Any) -> Any:
+        def loss() -> Any:
+            return px.nn.compute_average_loss((x @ w.value() - y) ** 2, global_batch_size=4)
+
+        return optimizer.minimize(loss, [w])
+
+    run = px.function(lambda x, y: strategy.run(step, args=(x, y))) if compiled else None
+    for _ in range(2):
+        for batch in strategy.experimental_distribute_dataset(data):
+            run(*batch) if run else strategy.run(step, args=batch)
+    return w.numpy()
+
+
+def test_line_searches_ask_all_replicas() -> None:
+    alone = searched(1, True)
+    assert np.abs(alone).max() > 0.1
+    whole = px.train.OptimizerSharding("parameters", threshold=0)
+    for shard in (None, whole):
+        np.testing.assert_allclose(searched(2, True, shard), alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.soak
+def test_line_searches_of_eager_replicas() -> None:
+    np.testing.assert_allclose(searched(2, False), searched(1, True), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_divided_optimizers_are_told_of_the_loss(executor: str) -> None:
+    strategy = STRATEGIES["mirrored_2"]()
+    with strategy.scope():
+        w = px.Variable(jnp.full(4, 8.0))
+        plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=0)
+        sharding = px.train.OptimizerSharding("gradients", threshold=0)
+        optimizer = px.train.Optimizer(optax.chain(optax.sgd(1.0), plateau), shard=sharding)
+    run = step_of(strategy, executor, lambda: optimizer.minimize(lambda: jnp.sum(w) / 2, [w]))
+    for _ in range(2):
+        run()
+    (best,) = (v for v in optimizer.variables if "best_value" in v.name)
+    assert float(best.numpy()) == 28.0
+    np.testing.assert_allclose(w.numpy(), 6.0)
+
+
+@pytest.mark.parametrize("name", ["parameter_server_1", "parameter_server_2"])
+def test_servers_have_the_learning_rate_that_is_set(name: str) -> None:
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        w, late = px.Variable(jnp.ones(2)), px.Variable(1.0)
+        optimizer = px.optimizers.SGD(0.5, momentum=0.0, aggregate="mean")
+    assert float(optimizer.learning_rate) == 0.5
+    strategy.run(lambda: optimizer.apply_gradients([(jnp.ones(2), w)]))
+    optimizer.learning_rate = 0.125
+    assert optimizer.learning_rate == 0.125
+    strategy.run(lambda: optimizer.apply_gradients([(jnp.ones(2), w), (1.0, late)]))
+    np.testing.assert_allclose(w.numpy(), 1 - 0.5 - 0.125)
+    assert float(late) == 1 - 0.125  # which had no slots before
+    optimizer.learning_rate = 0.25
+    strategy.run(lambda: optimizer.apply_gradients([(1.0, late)]))
+    assert float(late) == 1 - 0.125 - 0.25
 
 
 def test_mistakes_name_what_to_write() -> None:

@@ -84,6 +84,21 @@ def test_tables_and_pictures() -> None:
         ("CPU:0", "[0:2, :]", "float32[2,3]"),
         ("CPU:1", "[2:4, :]", "float32[2,3]"),
     )
+    assert px.show(cut).picture == (("CPU:0",), ("CPU:1",))
+    assert "hsl(" in px.show(cut)._repr_html_()
+    square = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
+    both = jax.device_put(jnp.zeros((4, 4)), NamedSharding(square, PartitionSpec("y", "x")))
+    assert px.show(both).picture == (("CPU:0", "CPU:2"), ("CPU:1", "CPU:3"))
+    halves = jax.device_put(jnp.zeros((4, 4)), NamedSharding(square, PartitionSpec(None, "x")))
+    assert px.show(halves).picture == (("CPU:0, CPU:1", "CPU:2, CPU:3"),)
+    assert px.show(halves).__str__().endswith("└──────────────┴──────────────┘")
+    for value, words in (
+        (strategy, ["CPU:1", "MirroredStrategy"]),
+        (strategy.run(lambda: jnp.ones(2)), ["replica", "float32"]),
+        (px.data.Dataset.range(5).batch(2), ["int64", "3 elements"]),
+        (strategy.experimental_distribute_dataset(px.data.Dataset.range(4).batch(2)), ["policy"]),
+    ):
+        assert all(word in value._repr_html_() for word in words)
     with pytest.raises(TypeError, match="show needs"):
         px.show("text")
     with pytest.raises(TypeError, match="variables"):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
 import os
+import shutil
 import tempfile
+import threading
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from rich.console import Console
 
 import phalanx as px
 
@@ -74,16 +82,42 @@ def on_worker(folder: str) -> dict[str, Any]:
         found["source"] = dist.recv(got, src=0, tag=4)
         dist.irecv(later, src=0).wait()
         found["received"] = [*got.tolist(), *later.tolist()]
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    found["objects"] = objects
+    lists = [None] * size if rank == 0 else None
+    dist.gather_object(rank * 3, lists, dst=0)
+    found["objects_at_zero"] = lists
+    got_object = [None]
+    dist.scatter_object_list(got_object, ["a", "b"] if rank == 1 else None, src=1)
+    found["object"] = got_object
     alone = dist.new_group([1])
     found["alone"] = (dist.get_rank(alone), dist.get_world_size(alone))
     dist.barrier()
+    found |= profiled_and_compared(folder + "-profile", rank)
     return found
+
+
+def profiled_and_compared(folder: str, rank: int) -> dict[str, Any]:
+    """A trace of both workers, and bars of which one is late at each meeting."""
+    with px.profile(folder) as recorded:
+        px.comm.all_reduce(np.float32([rank]))
+        jnp.arange(100.0).sum().block_until_ready()
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with px.train.Progress(6, compare=2, console=console) as bar:
+        for step in range(6):
+            if rank == 1 and step % 2 == 1:
+                threading.Event().wait(0.3)  # what slow input would do
+            bar.update(loss=1.0)
+    return {"trace": str(recorded.path), "slow": bar.slow, "text": bar.text}
 
 
 def test_one_worker_counts_and_writes_and_torch_names_work() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with px.testing.MultiProcess(workers=2, devices=2) as cluster:
             zero, one = cluster.run(on_worker, folder, timeout=120)
+        check_trace(zero["trace"])
+        shutil.rmtree(folder + "-profile")
         assert len(os.listdir(folder)) == 1
         (name,) = os.listdir(folder)
         assert len(list(px.data.TFRecordDataset(os.path.join(folder, name)))) == 3  # and the version
@@ -102,7 +136,45 @@ def test_one_worker_counts_and_writes_and_torch_names_work() -> None:
     assert (zero["exchanged"], one["exchanged"]) == ([[0.0], [10.0]], [[1.0], [11.0]])
     assert (zero["exchanged_parts"], one["exchanged_parts"]) == ([0.0, 2.0], [1.0, 3.0])
     assert (one["source"], one["received"]) == (0, [3.5, 4.5])
+    assert zero["objects"] == one["objects"] == [{"rank": 0}, {"rank": 1}]
+    assert (zero["objects_at_zero"], one["objects_at_zero"]) == ([0, 3], None)
+    assert (zero["object"], one["object"]) == (["a"], ["b"])
+    assert zero["slow"].startswith("worker 1 is late by 0.")
+    assert zero["slow"] in zero["text"]
+    assert one["text"] == ""  # one worker has a bar
     assert (zero["alone"], one["alone"]) == ((-1, -1), (0, 1))
+
+
+def check_trace(path: str) -> None:
+    """Chrome's format: a process per worker, named threads, complete events on one clock."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {1: "worker 0", 2: "worker 1"}
+    threads = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    timed = [e for e in events if e["ph"] != "M"]
+    assert {(e["pid"], e["tid"]) for e in timed} <= threads
+    assert all(isinstance(e["ts"], float | int) and e.get("dur", 0) >= 0 for e in timed)
+    assert {e["pid"] for e in timed} == {1, 2}
+    begins = sorted(e["ts"] for e in timed if e["name"] == "px.profile begins")
+    assert len(begins) == 2
+    assert begins[0] == 0.0
+    assert begins[1] < 60e6
+
+
+def test_a_profile_of_code_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), px.profile(tmp_path) as recorded:
+        raise ZeroDivisionError
+    with gzip.open(recorded.path, "rt") as file:
+        assert json.load(file)["traceEvents"]
+    with (
+        px.profile(tmp_path / "again"),
+        pytest.raises(RuntimeError, match="one profiler"),
+        px.profile(tmp_path / "twice"),
+    ):
+        pass
+    with pytest.raises(TypeError, match="folder"), px.profile(3):  # type: ignore[arg-type]
+        pass
 
 
 def test_torch_names_in_replicas() -> None:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import phalanx
 from phalanx.cli.arguments import positive
 from phalanx.cli.bench import add_bench_parser
+from phalanx.cli.chaos import add_chaos_parser
 from phalanx.cli.inspect import add_doctor_parser, add_explain_parser
 from phalanx.cli.plan import add_plan_parser
 from phalanx.cli.port import add_port_parser
+from phalanx.cli.resize import add_resize_parser
 from phalanx.cli.run import add_run_parser
 from phalanx.errors import PhalanxError
 
@@ -31,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--epochs", type=positive, default=15, help="passes over the data (default: 15)")
     demo.set_defaults(function=_demo)
     add_run_parser(commands)
+    add_resize_parser(commands)
+    add_chaos_parser(commands)
     add_explain_parser(commands)
     add_doctor_parser(commands)
     add_bench_parser(commands)

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from phalanx.cluster.resolvers import ClusterResolver
+from phalanx.errors import InvalidValueError
 from phalanx.job.launch.from_resolver import parse_arguments, parse_task, resolved
 
-__all__ = ["add_resolver_arguments", "count", "positive", "resolver_of", "seconds"]
+__all__ = [
+    "WantedWorkers",
+    "add_resolver_arguments",
+    "count",
+    "positive",
+    "resolver_of",
+    "seconds",
+    "wanted_workers",
+    "worker_range",
+]
 
 
 def add_resolver_arguments(group: argparse._ActionsContainer) -> None:
@@ -51,3 +63,52 @@ def seconds(text: str) -> float:
     if not (number >= 0 and math.isfinite(number)):
         raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text}")
     return number
+
+
+def worker_range(text: str) -> tuple[int, int | None]:
+    """A number of workers, or the least and the most of them.
+
+    >>> worker_range("4"), worker_range("2:8")
+    ((4, None), (2, 8))
+    """
+    least, colon, most = text.partition(":")
+    if not colon:
+        return count(least), None
+    if positive(least) > positive(most):
+        raise argparse.ArgumentTypeError(f"must be MIN:MAX, the smaller number first, not {text}")
+    return int(least), int(most)
+
+
+@dataclass(frozen=True)
+class WantedWorkers:
+    """How many workers a job has: at least, at most, and at first."""
+
+    least: int
+    most: int
+    first: int
+    is_range: bool
+
+
+def wanted_workers(given: Sequence[tuple[int, int | None]]) -> WantedWorkers:
+    """What ``-n N``, ``--workers MIN:MAX`` or both mean.
+
+    >>> wanted_workers([(2, 8)])
+    WantedWorkers(least=2, most=8, first=8, is_range=True)
+    >>> wanted_workers([(3, None), (2, 8)]).first
+    3
+    """
+    numbers = [least for least, most in given if most is None]
+    ranges = [(least, most) for least, most in given if most is not None]
+    if len(ranges) > 1:
+        raise InvalidValueError(f"Give one range of workers. Received: {ranges}")
+    if not ranges:
+        number = numbers[-1] if numbers else 1
+        return WantedWorkers(number, number, number, False)
+    least, most = ranges[0]
+    first = numbers[-1] if numbers else most
+    if not least <= first <= most:
+        raise InvalidValueError(
+            f"The job has {least} to {most} workers, so it cannot begin with another number. "
+            f"Received: -n {first}"
+        )
+    return WantedWorkers(least, most, first, True)

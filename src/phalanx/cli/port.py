@@ -58,16 +58,27 @@ def _run(options: argparse.Namespace) -> int:
         backup = source.with_name(source.name + ".orig")
         _refuse_existing(backup)
         shutil.copy2(source, backup)
-        source.write_text(done.text)
+        partial = source.with_name(source.name + ".partial")
+        _write_new(partial, done.text)
+        shutil.copymode(source, partial)
+        partial.replace(source)
         target = source
     else:
         target = Path(options.output or source.with_name(f"{source.stem}_px{source.suffix}"))
-        _refuse_existing(target)
-        target.write_text(done.text)
-    print(f"{target}: {done.renamed} names and {done.tapes} gradient tapes rewritten", file=sys.stderr)
-    for mark in done.marks:
-        print(f"  look at {mark}", file=sys.stderr)
+        _write_new(target, done.text)
+    lifted = f", {done.models} Keras models lifted" if done.models else ""
+    counts = f"{done.renamed} names and {done.tapes} gradient tapes rewritten{lifted}"
+    print(f"{target}: {counts}, {len(done.marks)} things left to do", file=sys.stderr)
+    for line, text in done.places:
+        print(f"{target}:{line}: {text}", file=sys.stderr)
     return 0
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file that must not exist yet."""
+    _refuse_existing(path)
+    with path.open("x") as file:
+        file.write(text)
 
 
 def _refuse_existing(path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["NAMES", "Name", "counterpart", "table"]
+__all__ = ["NAMES", "Name", "counterpart", "table", "tensorflow_names"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,13 @@ def _same(theirs: str, ours: str, names: str, note: str = "") -> list[Name]:
 
 def _none(theirs: str, names: str, reason: str) -> list[Name]:
     return [Name(f"{theirs}.{name}", None, reason) for name in names.split()]
+
+
+def _dataset_classes(names: str, reason: str) -> list[Name]:
+    """Methods that no kind of dataset has."""
+    kinds = ["Dataset", "FixedLengthRecordDataset", "TFRecordDataset", "TextLineDataset"]
+    kinds.append("experimental.CsvDataset")
+    return [one for kind in kinds for one in _none(f"tf.data.{kind}", names, reason)]
 
 
 def _arrays(theirs: str, pairs: str) -> list[Name]:
@@ -52,6 +61,10 @@ is_nan:isnan
 _SERVICE = "there is no service for input; each worker reads its own"
 _V1 = "sessions and graphs do not exist here"
 
+_METHOD = "used with Dataset.apply in TensorFlow; call the method of Dataset with this name"
+_GRAPH = "describes graphs of TensorFlow"
+_SETTING = "there is nothing to set: refused by px.data.Options"
+
 NAMES: list[Name] = [
     # -- tf.distribute
     *_same(
@@ -60,58 +73,153 @@ NAMES: list[Name] = [
         "CrossDeviceOps HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode "
         "MirroredStrategy MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy "
         "ParameterServerStrategy ReduceOp ReductionToOneDevice "
-        "ReplicaContext RunOptions Server Strategy "
-        "StrategyExtended TPUStrategy DistributedDataset DistributedIterator DistributedValues "
+        "ReplicaContext Server Strategy "
+        "StrategyExtended DistributedDataset DistributedIterator DistributedValues "
         "cluster_resolver coordinator experimental_set_strategy get_replica_context get_strategy "
         "has_strategy in_cross_replica_context",
+    ),
+    Name("tf.distribute.RunOptions", "px.RunOptions", "accepted, without effect"),
+    Name("tf.distribute.TPUStrategy", "px.TPUStrategy", "JAX finds the TPU; not yet tried on one"),
+    *_none(
+        "tf.distribute.TPUStrategy",
+        "experimental_assign_to_logical_device experimental_replicate_to_logical_devices "
+        "experimental_split_to_logical_devices",
+        "a replica is one device; px.AutoParallelStrategy and px.parallel lay arrays out over several",
+    ),
+    Name(
+        "tf.distribute.cluster_resolver.TPUClusterResolver.set_tpu_topology",
+        None,
+        "JAX finds the topology of a TPU",
     ),
     *_same(
         "tf.distribute.experimental",
         "px.experimental",
         "CentralStorageStrategy CollectiveCommunication CollectiveHints CommunicationImplementation "
-        "CommunicationOptions MultiWorkerMirroredStrategy ParameterServerStrategy TPUStrategy "
+        "CommunicationOptions MultiWorkerMirroredStrategy ParameterServerStrategy "
+        "PreemptionCheckpointHandler TPUStrategy TerminationConfig "
         "ValueContext coordinator partitioners rpc",
     ),
-    *_none(
-        "tf.distribute.experimental",
-        "PreemptionCheckpointHandler PreemptionWatcher TerminationConfig",
-        "phalanx run --restarts starts a job again, from its last checkpoint",
+    Name(
+        "tf.distribute.experimental.PreemptionWatcher",
+        None,
+        "px.experimental.PreemptionCheckpointHandler watches",
     ),
     *_none("tf.distribute", "experimental.WatchDog", "every wait has a deadline (PHALANX_DEADLINE)"),
+    Name("tf.types.experimental.distributed.PerReplica", "px.PerReplica"),
+    Name("tf.types.experimental.distributed.Mirrored", "px.Mirrored"),
     # -- tf.data
     *_same(
         "tf.data",
         "px.data",
-        "AUTOTUNE Dataset FixedLengthRecordDataset "
-        "INFINITE_CARDINALITY Iterator Options TFRecordDataset "
+        "AUTOTUNE FixedLengthRecordDataset INFINITE_CARDINALITY Options TFRecordDataset "
         "TextLineDataset UNKNOWN_CARDINALITY",
     ),
-    *_same(
+    Name(
         "tf.data.Dataset",
         "px.data.Dataset",
-        "apply as_numpy_iterator batch "
-        "bucket_by_sequence_length cache cardinality choose_from_datasets "
-        "concatenate element_spec enumerate filter flat_map from_generator from_tensor_slices "
-        "from_tensors get_single_element interleave list_files load map options padded_batch prefetch "
-        "ragged_batch random range rebatch reduce repeat sample_from_datasets save scan shard shuffle "
-        "skip take take_while unbatch window with_options zip",
         "elements are NumPy arrays; functions are called as Python, and not traced",
     ),
-    *_none(
-        "tf.data.Dataset",
-        "group_by_window rejection_resample snapshot sparse_batch unique fingerprint",
+    Name("tf.data.Iterator", "px.data.Iterator", "make it with iter(dataset)"),
+    *_none("tf.data.Iterator", "element_spec", "ask the dataset"),
+    *_none("tf.data.Iterator", "get_next_as_optional", "use next(iterator, None)"),
+    Name("tf.data.NumpyIterator", "px.data.Iterator", "elements are NumPy arrays anyway"),
+    *_none("tf.data.NumpyIterator", "next", "use next(iterator)"),
+    Name("tf.data.NumpyIterator.save", "px.data.Iterator.state", "returns the position"),
+    *_dataset_classes(
+        "counter group_by_window rejection_resample snapshot sparse_batch unique fingerprint "
+        "ignore_errors",
         "write it as a generator and use from_generator",
     ),
+    *_none(
+        "tf.data.Options",
+        "autotune dataset_name experimental_external_state_policy experimental_optimization "
+        "experimental_service experimental_slack experimental_symbolic_checkpoint "
+        "experimental_threading experimental_warm_start framework_type threading",
+        _SETTING,
+    ),
+    *_none("tf.data", "ThreadingOptions", _SETTING),
+    Name("tf.data.DatasetSpec", "px.data.DatasetSpec"),
+    *_none(
+        "tf.data.DatasetSpec",
+        "cast experimental_as_proto experimental_from_proto experimental_type_proto flatten "
+        "from_tensors from_value is_compatible_with is_subtype_of most_specific_common_supertype "
+        "most_specific_compatible_type placeholder_value to_tensors value_type",
+        _GRAPH,
+    ),
+    *_none("tf.data", "IteratorSpec", _GRAPH),
     *_same(
         "tf.data.experimental",
         "px.data.experimental",
-        "AUTOTUNE AutoShardPolicy CsvDataset DistributeOptions INFINITE_CARDINALITY "
+        "AUTOTUNE AutoShardPolicy CsvDataset DistributeOptions INFINITE_CARDINALITY SHARD_HINT "
         "UNKNOWN_CARDINALITY assert_cardinality cardinality",
     ),
-    *_none("tf.data.experimental", "service OptimizationOptions ThreadingOptions", _SERVICE),
-    Name("tf.data.DatasetSpec", "px.data.DatasetSpec"),
+    Name("tf.data.experimental.Optional", "px.experimental.Optional"),
+    Name("tf.data.experimental.choose_from_datasets", "px.data.Dataset.choose_from_datasets"),
+    Name("tf.data.experimental.sample_from_datasets", "px.data.Dataset.sample_from_datasets"),
+    Name("tf.data.experimental.load", "px.data.Dataset.load"),
+    Name("tf.data.experimental.RandomDataset", None, "px.data.Dataset.random(seed=…)"),
+    *_none(
+        "tf.data.experimental",
+        "bucket_by_sequence_length dense_to_ragged_batch enumerate_dataset get_single_element "
+        "save scan take_while unbatch",
+        f"{_METHOD} (dense_to_ragged_batch: ragged_batch; enumerate_dataset: enumerate)",
+    ),
+    *_none("tf.data.experimental", "shuffle_and_repeat", "write .shuffle(…).repeat(…)"),
+    *_none("tf.data.experimental", "map_and_batch", "write .map(…).batch(…)"),
+    *_none("tf.data.experimental", "parallel_interleave", "write .interleave(…)"),
+    *_none("tf.data.experimental", "get_next_as_optional", "use next(iterator, None)"),
+    *_none("tf.data.experimental", "get_structure", "ask dataset.element_spec"),
+    *_none("tf.data.experimental", "Counter", "px.data.Dataset.range, with a large number"),
+    *_none(
+        "tf.data.experimental", "from_list", "px.data.Dataset.from_tensor_slices, or from_generator"
+    ),
+    *_none("tf.data.experimental", "at", "dataset.skip(index).get_single_element(), or index arrays"),
+    *_none(
+        "tf.data.experimental",
+        "copy_to_device prefetch_to_device",
+        "distributed datasets bring batches to the devices by themselves",
+    ),
+    *_none(
+        "tf.data.experimental",
+        "make_csv_dataset make_batched_features_dataset parse_example_dataset",
+        "px.data.CsvDataset, or TFRecordDataset and .map(px.io.parse_example)",
+    ),
+    *_none(
+        "tf.data.experimental",
+        "DatasetInitializer Reducer SqlDataset dense_to_sparse_batch group_by_reducer "
+        "group_by_window ignore_errors index_table_from_dataset pad_to_cardinality "
+        "rejection_resample snapshot table_from_dataset unique",
+        "write it as a generator and use from_generator",
+    ),
+    Name(
+        "tf.data.experimental.TFRecordWriter",
+        None,
+        "px.io.TFRecordWriter writes records one by one; or dataset.save",
+    ),
+    *_none("tf.data.experimental", "distributed_save", "dataset.save, on one worker"),
+    *_none("tf.data.experimental", "make_saveable_from_iterator", "px.train.Checkpoint(iterator=…)"),
+    *_none("tf.data.experimental", "enable_debug_mode", "functions are called as Python always"),
+    *_none("tf.data.experimental", "from_variant to_variant get_model_proto", _GRAPH),
+    *_none(
+        "tf.data.experimental",
+        "AutotuneAlgorithm AutotuneOptions ExternalStatePolicy OptimizationOptions ThreadingOptions",
+        _SETTING,
+    ),
+    *_none("tf.data.experimental", "service ServiceOptions", _SERVICE),
+    # -- compiled functions
+    Name("tf.types.experimental.PolymorphicFunction", "px.Function", "what px.function gives"),
+    *_none(
+        "tf.types.experimental.PolymorphicFunction",
+        "get_concrete_function function_type experimental_get_compiler_ir",
+        "Function.lower(*args) has the program, Function.trace_count the number of programs",
+    ),
+    *_none("tf.types.experimental", "ConcreteFunction", "Function.lower(*args) has the program"),
     # -- tf.function and gradients
-    Name("tf.function", "px.function", "control flow on array values needs jax.lax, not Python"),
+    Name(
+        "tf.function",
+        "px.function",
+        "control flow on array values needs jax.lax, not Python; of its arguments only input_signature",
+    ),
     Name("tf.TensorSpec", "px.TensorSpec"),
     Name("tf.GradientTape", "px.value_and_grad", "the loss becomes a function; see the guide"),
     Name("tf.gradients", "px.grad", "takes a function in place of a result"),
@@ -190,7 +298,8 @@ NAMES: list[Name] = [
     *_same(
         "tf", "jnp", "bfloat16 complex64 float16 float32 float64 int16 int32 int64 int8 uint32 uint8"
     ),
-    *_arrays("tf.math", _MATH),
+    *_arrays("tf.math", " ".join(dict.fromkeys((_ARRAYS + _MATH).split()))),
+    Name("tf.math.l2_normalize", None, "x / jnp.linalg.norm(x, axis=…, keepdims=True)"),
     *_same(
         "tf.nn", "jax.nn", "elu gelu leaky_relu log_softmax relu sigmoid silu softmax softplus tanh"
     ),
@@ -206,7 +315,6 @@ NAMES: list[Name] = [
     Name("tf.nn.sigmoid_cross_entropy_with_logits", "optax.sigmoid_binary_cross_entropy"),
     Name("tf.random.normal", "jax.random.normal", "takes a key first: px.random.next_key()"),
     Name("tf.random.uniform", "jax.random.uniform", "takes a key first: px.random.next_key()"),
-    Name("tf.print", None, "use jax.debug.print, with a format string"),
     Name("tf.cond", None, "use jax.lax.cond, whose branches take arguments"),
     Name("tf.while_loop", None, "use jax.lax.while_loop, with one value for the state"),
     Name("tf.device", None, "strategies place things; name devices when you make them"),
@@ -214,7 +322,17 @@ NAMES: list[Name] = [
     Name("tf.Session", None, _V1),
     Name("tf.placeholder", None, _V1),
     Name("tf.compat", None, _V1),
-    Name("tf.estimator", None, "write the loop, or use Keras"),
+    *_same(
+        "tf.estimator",
+        "px.estimator",
+        "Estimator EstimatorSpec EvalSpec ModeKeys RunConfig TrainSpec train_and_evaluate",
+    ),
+    Name("tf.estimator", None, "only Estimator, its specs and train_and_evaluate: px.estimator"),
+    Name(
+        "tf.print",
+        "jax.debug.print",
+        "phalanx port writes a format string; other arguments than values are left out",
+    ),
     Name("tf.saved_model", None, "save weights with px.train.Checkpoint, programs with jax.export"),
 ]
 
@@ -249,18 +367,53 @@ def counterpart(theirs: str) -> tuple[Name | None, str]:
     return None, ""
 
 
+def tensorflow_names() -> list[str]:
+    """Every name of `tf.distribute`, `tf.data` and `tf.function`, as TensorFlow exports them."""
+    text = (Path(__file__).parent / "tensorflow_names.txt").read_text()
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+def _rows(names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """A row for each name; members that a class here has by the same name share a row."""
+    rows: list[tuple[str, str, str]] = []
+    members: dict[str, list[str]] = {}
+    for theirs in names:
+        known, rest = counterpart(theirs)
+        if known is None:
+            raise LookupError(f"The table has no row for {theirs}")
+        owner, _, member = theirs.rpartition(".")
+        if rest and known.ours and rest == f".{member}" and known.theirs == owner:
+            members.setdefault(owner, []).append(member)
+            continue
+        if rest and known.ours is None:
+            continue  # the row of what it belongs to says why
+        ours = "none" if known.ours is None else f"`{known.ours}{rest}`"
+        rows.append((f"`{theirs}`", ours, known.note))
+    for owner, listed in members.items():
+        known, _ = counterpart(owner)
+        assert known is not None
+        texts = ", ".join(f"`.{name}`" for name in listed)
+        rows.append((f"`{owner}`: {texts}", f"the same of `{known.ours}`", ""))
+    return sorted(rows)
+
+
 def table() -> str:
     """All names as tables in Markdown."""
-    groups: dict[str, list[Name]] = {}
-    for name in NAMES:
-        head = name.theirs.split(".")[1]
-        known = {"distribute": "tf.distribute", "data": "tf.data", "keras": "tf.keras"}
-        groups.setdefault(known.get(head, "Others"), []).append(name)
-    lines = ["# Names of TensorFlow", "", "`phalanx port --table` prints this page.", ""]
-    for group, names in groups.items():
+    groups: dict[str, list[str]] = {}
+    known = {"distribute": "tf.distribute", "data": "tf.data", "keras": "tf.keras"}
+    known |= {"function": "tf.function", "types": "tf.types"}
+    for theirs in sorted({*tensorflow_names(), *(name.theirs for name in NAMES)}):
+        groups.setdefault(known.get(theirs.split(".")[1], "Others"), []).append(theirs)
+    lines = [
+        "# Names of TensorFlow",
+        "",
+        "Every name of `tf.distribute`, `tf.data` and `tf.function` in TensorFlow 2.21, and others",
+        "that programs use. How names behave differently is in [Differences](../differences.md).",
+        "`phalanx port --table` prints this page.",
+        "",
+    ]
+    for group in ("tf.distribute", "tf.data", "tf.function", "tf.types", "tf.keras", "Others"):
         lines += [f"## {group}", "", "| TensorFlow | Phalanx | Differences |", "|---|---|---|"]
-        for name in names:
-            ours = f"`{name.ours}`" if name.ours else "none"
-            lines.append(f"| `{name.theirs}` | {ours} | {name.note} |")
+        lines += [f"| {' | '.join(row)} |" for row in _rows(groups[group])]
         lines.append("")
     return "\n".join(lines)

@@ -13,14 +13,19 @@ from pathlib import Path
 import jax
 
 from phalanx.cli.arguments import (
+    WantedWorkers,
     add_resolver_arguments,
     count,
     positive,
     resolver_of,
     seconds,
+    wanted_workers,
+    worker_range,
 )
 from phalanx.cli.terminal import JobView
 from phalanx.errors import InvalidValueError, NotFoundError
+from phalanx.job.elastic.membership import WorkerLimits
+from phalanx.job.launch.elastic_launcher import run_elastic_job
 from phalanx.job.launch.exit_policy import Patience
 from phalanx.job.launch.from_resolver import RESOLVERS, resolved_config
 from phalanx.job.launch.launcher import Hosts, Job, placed_tasks, planned_commands, run_job
@@ -29,13 +34,15 @@ from phalanx.job.launch.remote import shell_text
 from phalanx.job.launch.task_environment import job_tasks, task_environment
 from phalanx.runtime.formatting import shown
 
-__all__ = ["add_run_parser", "run"]
+__all__ = ["add_run_parser", "quiet_jax", "run"]
 
 _DESCRIPTION = """\
 Start a program as a job of several processes, one for each task of a cluster. Each process gets the
 TF_CONFIG that it would have in a real cluster, and its output is shown with its name in front. The
 first failure ends all processes, and what the failed one wrote is shown last. Only a job with a
-coordinator (--ps) goes on without a worker that fails, as long as another is left. The exit code is 0
+coordinator (--ps) goes on without a worker that fails, as long as another is left; and one of
+--workers MIN:MAX, whose program uses px.train.elastic, without a worker that is killed or taken away.
+The exit code is 0
 exactly if all processes have succeeded, and else that of the first that failed (128 + n if signal n
 ended it). SIGTERM is passed on to all processes. SIGUSR1 is a notice that machines will be taken away:
 workers with a px.experimental.PreemptionCheckpointHandler save, and end with code 143.
@@ -63,7 +70,22 @@ def add_run_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _add_tasks(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("-n", "--workers", type=count, metavar="N", help="workers (default: 1)")
+    group.add_argument(
+        "-n",
+        "--workers",
+        type=worker_range,
+        action="append",
+        metavar="N|MIN:MAX",
+        help="workers (default: 1). With MIN:MAX, workers may come and go: the job goes on without "
+        "those that are lost, starts others in their place (--restarts), and can be resized "
+        "(phalanx resize). It begins with MAX workers; -n N --workers MIN:MAX begins with N",
+    )
+    group.add_argument(
+        "--wait",
+        type=seconds,
+        metavar="S",
+        help="with MIN:MAX, how long to wait for workers while there are fewer than MIN (default: 300)",
+    )
     group.add_argument("--ps", type=count, default=0, metavar="K", help="parameter servers, too")
     group.add_argument(
         "--chief",
@@ -90,10 +112,10 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--restarts",
         type=count,
-        default=0,
         metavar="K",
-        help="start all processes again after a failure, up to K times; with parameter servers, start "
-        "only the failed one again, each up to K times; PHALANX_RESTART counts them",
+        help="start all processes again after a failure, up to K times (default: 0); with parameter "
+        "servers, start only the failed one again, each up to K times; with MIN:MAX workers, start up "
+        "to K others in place of lost ones (default: 3); PHALANX_RESTART counts them",
     )
     group.add_argument(
         "--timeout", type=seconds, metavar="S", help="end the job after S seconds, with exit code 124"
@@ -170,16 +192,40 @@ def run(options: argparse.Namespace) -> int:
     argv, name = _program(options)
     if options.resolver is not None:
         return _become_task(options, argv)
-    job = _job(options, argv, name)
+    wanted = wanted_workers(options.workers or [])
+    job = _job(options, argv, name, None if options.workers is None else wanted.most)
+    limits = _limits(options, wanted)
     if options.dry_run:
         return _show(job)
     view = JobView(job.tasks, name, sys.stdout, sys.stderr, bar=not options.no_progress)
-    with _quiet_jax(), contextlib.closing(view):
-        return run_job(job, view).exit_code
+    with quiet_jax(), contextlib.closing(view):
+        if limits is None:
+            return run_job(job, view).exit_code
+        return run_elastic_job(job, view, limits, wanted.first).exit_code
+
+
+def _limits(options: argparse.Namespace, wanted: WantedWorkers) -> WorkerLimits | None:
+    """How the workers may come and go; None if they may not."""
+    if not wanted.is_range:
+        if options.wait is not None:
+            raise InvalidValueError(
+                "--wait is for workers that come and go: --workers MIN:MAX. "
+                f"Received: --wait {options.wait:g}"
+            )
+        return None
+    if options.ps or options.chief or options.evaluator:
+        raise InvalidValueError(
+            "Only workers that train together can come and go as --workers MIN:MAX says. A coordinator "
+            "(--ps) goes on without workers anyway: give one number. "
+            f"Received: --workers {wanted.least}:{wanted.most} with other tasks"
+        )
+    patience = 300.0 if options.wait is None else options.wait
+    replacements = 3 if options.restarts is None else options.restarts
+    return WorkerLimits(wanted.least, wanted.most, replacements, patience)
 
 
 @contextlib.contextmanager
-def _quiet_jax() -> Iterator[None]:
+def quiet_jax() -> Iterator[None]:
     """The hub runs JAX's coordination service here, which warns that it can recover."""
     before = jax.config.jax_logging_level  # type: ignore[attr-defined]
     jax.config.update("jax_logging_level", "ERROR")
@@ -203,9 +249,8 @@ def _program(options: argparse.Namespace) -> tuple[list[str], str]:
     return [python, *script], Path(script[0]).name
 
 
-def _job(options: argparse.Namespace, argv: list[str], name: str) -> Job:
+def _job(options: argparse.Namespace, argv: list[str], name: str, workers: int | None) -> Job:
     hosts = None
-    workers = options.workers
     if options.hosts is not None:
         hosts = Hosts(options.hosts, options.ssh, options.hub_address)
         workers = len(options.hosts.split(",")) if workers is None else workers
@@ -220,7 +265,7 @@ def _job(options: argparse.Namespace, argv: list[str], name: str) -> Job:
         devices=options.devices_per_worker,
         retain_memory=options.retain_memory,
         timeout=options.timeout,
-        restarts=options.restarts,
+        restarts=options.restarts or 0,
         patience=replace(Patience(), peers=options.grace, terminate=options.terminate_grace),
         hosts=hosts,
         ray=ray,

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.segment import Segment
 from rich.text import Text
 
+from phalanx.job.elastic.membership import Generation
 from phalanx.job.hub.descriptions import Task, describe_exit
 from phalanx.job.hub.server import Hub
 from phalanx.job.launch.exit_policy import EndReason
@@ -87,6 +88,21 @@ class JobView:
     def goes_on(self, task: Task, code: int) -> None:
         """Say that the job goes on without a process."""
         self._say(f"{task} {describe_exit(code)}. The job goes on without it.")
+
+    def generation(self, generation: Generation, names: Sequence[str]) -> None:
+        """Say who trains from now on, and why that has changed."""
+        if generation.number == 1:
+            return
+        who = f"{', '.join(names)}" if len(names) > 1 else f"{names[0]} alone"
+        where = "from memory" if generation.source is not None else "from the last checkpoint"
+        step = f"at step {generation.step}, {where}" if generation.step else where
+        self._say(
+            f"Generation {generation.number} of the workers ({generation.reason}): {who}, {step}."
+        )
+
+    def starts(self, task: Task) -> None:
+        """Say that a process is started while the job runs."""
+        self._say(f"{task} is started, and joins at the next common step.")
 
     def _say(self, text: str) -> None:
         self.flush()

@@ -96,7 +96,7 @@ def _worker_count(resolver: ClusterResolver) -> int:
 def world() -> World:
     """The world of this process, which is made when it is first needed."""
     if _worlds and _worlds[0].size > 1:
-        return _worlds[0]  # there is never another one
+        return _worlds[0]  # there is no other one until `leave_world`
     with _lock:
         connected = connection.connected()
         if not _worlds or (connected is not None and _worlds[0].size == 1):
@@ -116,6 +116,17 @@ def destroy() -> None:
             _worlds.pop().close()
         elif _worlds:
             _worlds[0].settle()
+        _groups.clear()
+        _made.clear()
+        _started.clear()
+
+
+def leave_world() -> None:
+    """Close the connections to other ranks and forget them, before this process joins others."""
+    with _lock:
+        for known in _worlds:
+            known.close()
+        _worlds.clear()
         _groups.clear()
         _made.clear()
         _started.clear()

@@ -21,7 +21,7 @@ from phalanx.collectives.groups import (
 )
 from phalanx.collectives.handles import Handle as Work
 from phalanx.collectives.perform import GroupLike, Op
-from phalanx.comm import functional, in_place
+from phalanx.comm import functional, in_place, objects
 from phalanx.comm.conventions import (
     get_global_rank,
     get_group_rank,
@@ -45,13 +45,10 @@ from phalanx.comm.messages import (
     recv_ as recv,
     send,
 )
-from phalanx.comm.objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    scatter_object_list,
-)
+from phalanx.comm.objects import broadcast_object_list
 from phalanx.core.reduction import ReduceOp
+from phalanx.errors import InvalidValueError
+from phalanx.runtime.formatting import shown
 
 __all__ = [
     "Group",
@@ -199,6 +196,46 @@ def all_to_all_single(
     return in_place.all_to_all_single_(
         output, input, output_split_sizes, input_split_sizes, group, async_op
     )
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None) -> None:
+    """Fill a list with the objects of all ranks."""
+    found = objects.all_gather_object(obj, group)
+    if found is not None:
+        _fill(object_list, found, "object_list")
+
+
+def gather_object(
+    obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0, group: GroupLike = None
+) -> None:
+    """Fill a list of rank `dst` with the objects of all ranks; the others give no list."""
+    found = objects.gather_object(obj, dst, group)
+    if found is not None:
+        _fill(object_gather_list, found, "object_gather_list")
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int = 0,
+    group: GroupLike = None,
+) -> None:
+    """Put this rank's object of the list of rank `src` into the first place of a list."""
+    mine = objects.scatter_object_list(scatter_object_input_list, src, group)
+    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+        raise InvalidValueError(
+            "scatter_object_output_list must be a list with room for one object. "
+            f"Received: {shown(scatter_object_output_list)}"
+        )
+    scatter_object_output_list[0] = mine
+
+
+def _fill(given: Any, found: list[Any], name: str) -> None:
+    if not isinstance(given, list) or len(given) != len(found):
+        raise InvalidValueError(
+            f"{name} must be a list with room for {len(found)} objects. Received: {shown(given)}"
+        )
+    given[:] = found
 
 
 def barrier(group: GroupLike = None, async_op: bool = False, device_ids: Any = None) -> Work | None:

@@ -103,6 +103,10 @@ class StrategyExtended:
         """Hook: what a function makes of the values of variables, laid out like them."""
         return make(values)
 
+    def _updating(self, update: Callable[..., Any], compiled: Callable[..., Any]) -> Any:
+        """Hook: how the update of an optimizer runs; `compiled` is `update` as one program."""
+        return compiled
+
     @property
     def _input_worker(self) -> tuple[int, int]:
         """Hook: how many workers read input, and which of them this process is."""
@@ -405,7 +409,6 @@ class StrategyExtended:
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Any:
         """Where state that belongs to no single variable should be kept."""
-        del var_list
         return self.worker_devices
 
     def read_var(self, v: Variable) -> jax.Array:
@@ -430,9 +433,8 @@ class StrategyExtended:
                 "colocate_vars_with must be used inside `with strategy.scope():`. "
                 f"Received: {shown(colocate_with_variable)} outside of the scope"
             )
-        if not isinstance(colocate_with_variable, Variable) or not self.variable_created_in_scope(
-            colocate_with_variable
-        ):
+        v = colocate_with_variable
+        if not isinstance(v, Variable) or not self.variable_created_in_scope(v):
             raise InvalidValueError(
                 "New variables can only be placed with a variable of the same strategy. "
                 f"Received: {shown(colocate_with_variable)}"

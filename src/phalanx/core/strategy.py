@@ -21,7 +21,7 @@ from phalanx.core.structure import check_call, map_nest
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.runtime import compat
 from phalanx.runtime.devices import short_name
-from phalanx.runtime.formatting import shown
+from phalanx.runtime.formatting import html_table, shown
 from phalanx.runtime.pickling import StaysHere
 
 if TYPE_CHECKING:
@@ -63,6 +63,16 @@ class Strategy(StaysHere):
         where = ", ".join(short_name(d) for d in devices if d is not None)
         on = f", on {where}" if where else ""
         return f"<{type(self).__name__}: {count} {noun}{here}{on}>"
+
+    def _repr_html_(self) -> str:
+        devices = self._extended._replica_devices
+        first = self._extended._first_replica
+        rows = [
+            (str(first + i), "" if device is None else short_name(device))
+            for i, device in enumerate(devices)
+        ]
+        count = self.num_replicas_in_sync
+        return html_table(("replica", "device"), rows, f"{type(self).__name__}, {count} in sync")
 
     # -- properties -----------------------------------------------------------------------------
 

@@ -182,14 +182,24 @@ def in_turn(fn: Callable[[], T]) -> T:
         turn.end()
 
 
+class Moment:
+    """What variables held at one moment between two steps; nothing is copied."""
+
+    def __init__(self, variables: Iterable[Variable]) -> None:
+        self._values = Transaction()
+        with STATE:
+            self._values._written = {v: v._committed() for v in variables if v.home is None}
+
+    def read(self, fn: Callable[[], T]) -> T:
+        """Call a function that reads the variables as they were then."""
+        place = contextvars.copy_context()
+        place.run(_current.set, self._values)
+        return place.run(fn)
+
+
 def between_steps(variables: Iterable[Variable], read: Callable[[], T]) -> T:
     """Call a function that reads variables as they were at one moment between two steps."""
-    moment = Transaction()
-    with STATE:
-        moment._written = {v: v._committed() for v in variables if v.home is None}
-    place = contextvars.copy_context()
-    place.run(_current.set, moment)
-    return place.run(read)
+    return Moment(variables).read(read)
 
 
 def leaving_nothing(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -28,17 +28,14 @@ from phalanx.errors import InvalidValueError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.placement import Span, device_of, place, replicated_over, stacked_over
-from phalanx.runtime.printing import format_component, format_components
+from phalanx.runtime.printing import components_html, format_component, format_components
 
 if TYPE_CHECKING:
     from phalanx.core.replica_context import ReplicaContext
 
 
 class DistributedValues(Leaf):
-    """Base of everything that holds one value per replica.
-
-    Strategies make instances; do not make them by hand.
-    """
+    """Base of everything that holds one value per replica; strategies make instances."""
 
     __slots__ = ()
 
@@ -52,6 +49,8 @@ class DistributedValues(Leaf):
 
     def __repr__(self) -> str:
         return format_components(type(self).__name__, [format_component(v, repr) for v in self.values])
+
+    _repr_html_ = components_html
 
 
 class ReplicaValues(DistributedValues):

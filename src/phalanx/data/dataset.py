@@ -20,12 +20,12 @@ from phalanx.data.ops.sequences import RandomNumbers
 from phalanx.data.plan import argument_checks as checks, sources
 from phalanx.data.plan.elements import DatasetSpec, as_leaf
 from phalanx.data.plan.functions import check_signature
-from phalanx.data.plan.nodes import INFINITE, PlanNode
+from phalanx.data.plan.nodes import INFINITE, UNKNOWN, PlanNode
 from phalanx.data.plan.opening import RangeSource
 from phalanx.data.run.iterator import Epochs, Iterator
 from phalanx.data.transformations import Transformations
 from phalanx.errors import InvalidArgumentError, InvalidTypeError, InvalidValueError
-from phalanx.runtime.formatting import shown
+from phalanx.runtime.formatting import html_table, shown
 
 
 class Dataset(Transformations):
@@ -65,6 +65,15 @@ class Dataset(Transformations):
     def __repr__(self) -> str:
         known = self._node.known_spec()
         return f"<Dataset element_spec={'unknown until it is read' if known is None else known}>"
+
+    def _repr_html_(self) -> str:
+        known, count = self._node.known_spec(), self.cardinality()
+        parts = tree_util.tree_flatten_with_path(known)[0] if known is not None else []
+        rows = [(tree_util.keystr(path) or "element", str(spec)) for path, spec in parts]
+        elements = {INFINITE: "without end", UNKNOWN: "of unknown length"}.get(
+            count, f"{count} elements"
+        )
+        return html_table(("part", "spec"), rows, f"Dataset, {elements}")
 
     # -- what it is
 

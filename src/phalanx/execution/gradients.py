@@ -8,7 +8,7 @@ replica.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from phalanx.core import traced_variables
 from phalanx.core.values import Mirrored, PerReplica
 from phalanx.core.variables import Variable
-from phalanx.errors import InvalidTypeError
+from phalanx.errors import InvalidTypeError, UnsupportedError
 from phalanx.execution.regathering import gathers_again, is_gathered_again, stand_in
 from phalanx.execution.taps import Tap
 from phalanx.runtime.formatting import shown
@@ -45,18 +45,7 @@ def value_and_grad(
         >>> float(loss), gradient.tolist()
         (15.0, [6.0, 12.0])
     """
-    listed = jax.tree.leaves(variables)
-    if not listed or not all(isinstance(v, Variable) for v in listed):
-        raise InvalidTypeError(
-            "value_and_grad needs variables: a px.Variable, or a list or dict of them. For arrays use "
-            f"jax.value_and_grad. Received: {shown(variables)}"
-        )
-    repeated = len({id(v) for v in listed}) != len(listed)
-    if repeated:
-        raise InvalidTypeError(f"A variable occurs twice. Received: {[v.name for v in listed]}")
-    if not callable(fn):
-        raise InvalidTypeError(f"fn must be callable. Received: {shown(fn)}")
-
+    listed = _checked(fn, variables)
     here = [v for v in listed if v.home is None]
     elsewhere = [v for v in listed if v.home is not None]
 
@@ -85,6 +74,101 @@ def value_and_grad(
         )
 
     return differentiated
+
+
+def _checked(fn: Any, variables: Any) -> list[Variable]:
+    """The variables of a nest."""
+    listed = jax.tree.leaves(variables)
+    if not listed or not all(isinstance(v, Variable) for v in listed):
+        raise InvalidTypeError(
+            "value_and_grad needs variables: a px.Variable, or a list or dict of them. For arrays use "
+            f"jax.value_and_grad. Received: {shown(variables)}"
+        )
+    if len({id(v) for v in listed}) != len(listed):
+        raise InvalidTypeError(f"A variable occurs twice. Received: {[v.name for v in listed]}")
+    if not callable(fn):
+        raise InvalidTypeError(f"fn must be callable. Received: {shown(fn)}")
+    return listed
+
+
+def values_and_grads(
+    fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """A function that computes several losses at once, and the gradient of each.
+
+    As several gradient tapes around the same code, or a persistent one: the code runs once.
+
+    Args:
+        fn: a function that returns a tuple of scalars, and reads the variables.
+        variables: for each scalar, a variable or a nest of variables. They may overlap.
+        has_aux: whether `fn` returns a pair of the scalars and something else, which is passed on.
+
+    Returns:
+        A function with the arguments of `fn` that returns a pair of what `fn` returned and a tuple with
+        a nest of gradients for each scalar.
+
+    Examples:
+        >>> import phalanx as px
+        >>> g, d = px.Variable(2.0), px.Variable(3.0)
+        >>> losses, (of_g, of_d) = px.values_and_grads(lambda: (g * d, -g * d * d), [g, d])()
+        >>> float(of_g), float(of_d)
+        (3.0, -12.0)
+    """
+    nests = list(variables)
+    listed = list({id(v): v for nest in nests for v in _checked(fn, nest)}.values())
+    elsewhere = [v.name for v in listed if v.home is not None]
+    if elsewhere:
+        raise UnsupportedError(
+            "The gradients of several losses are computed for variables of this process. Call "
+            f"px.value_and_grad for each loss. Received: {elsewhere} on parameter servers"
+        )
+
+    @functools.wraps(fn)
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        parent = traced_variables.current()
+        made: list[traced_variables.Substitution] = []
+
+        def of_values(values: list[Any], _: Any) -> Any:
+            held = {v: _as_held(v, x) for v, x in zip(listed, values, strict=True)}
+            made.append(traced_variables.Substitution(held, parent, {}))
+            with traced_variables.recording(made[-1]):
+                result = fn(*args, **kwargs)
+                losses, *aux = result if has_aux else (result,)
+                return (_scalars(losses, len(nests)), *aux)
+
+        values = [stand_in(v) if is_gathered_again(v) else jnp.asarray(v.value()) for v in listed]
+        again = gathers_again(of_values, listed)
+
+        def both() -> tuple[Any, list[Any]]:
+            if has_aux:
+                losses, pull, aux = jax.vjp(lambda given: again(given, None), values, has_aux=True)
+                result = (losses, aux)
+            else:
+                (losses,), pull = jax.vjp(lambda given: again(given, None), values)
+                result = losses
+            found = []
+            for i in range(len(nests)):
+                ones = tuple(jnp.full_like(x, 1.0 if i == j else 0.0) for j, x in enumerate(losses))
+                found.append(pull(ones if has_aux else (ones,))[0])
+            return result, found
+
+        result, found = traced_variables.tracing(both, lambda: not made[-1].has_written)
+        gradients = []
+        for nest, each in zip(nests, found, strict=True):
+            known = dict(zip(map(id, listed), each, strict=True))
+            gradients.append(jax.tree.map(lambda v, known=known: known[id(v)], nest))
+        return result, tuple(gradients)
+
+    return differentiated
+
+
+def _scalars(losses: Any, count: int) -> tuple[Any, ...]:
+    listed = tuple(jnp.asarray(x) for x in losses) if isinstance(losses, tuple | list) else ()
+    if len(listed) != count or any(x.shape for x in listed):
+        raise InvalidTypeError(
+            f"fn must return {count} scalars, one for each nest of variables. Received: {shown(losses)}"
+        )
+    return listed
 
 
 def grad(fn: Callable[..., Any], variables: Any, has_aux: bool = False) -> Callable[..., Any]:

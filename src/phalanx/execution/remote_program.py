@@ -18,6 +18,7 @@ import numpy as np
 from phalanx.core import traced_variables, transactions
 from phalanx.core.elsewhere import Change, Home, Pending, TableRead, check_indices, read
 from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.shard_slices import Shard, ShardSlices
 from phalanx.core.variables import Variable
 from phalanx.errors import StrategyMismatchError
 from phalanx.execution.program import CHANGED, Program, Result, Stacked, references, wrapper
@@ -59,8 +60,8 @@ class RemoteProgram(Program):
         body = len(closed.jaxpr.outvars) - sum(count for _, count in requests)
         ends = list(itertools.accumulate((count for _, count in requests), initial=body))
         operands = [list(range(*span)) for span in itertools.pairwise(ends)]
-        self._main = _Part(closed, range(body), layout, used.is_spread)
-        self._main.passed = None  # its results must be arrays of JAX
+        # What the function returns must be arrays of JAX; operands need not.
+        self._main = _Part(closed, range(body), layout, used.is_spread, len(result.arrays))
         self._stages = [
             (asks, _Part(closed, [i for k in asks for i in operands[k]], layout, used.is_spread))
             for asks in _levels(closed, operands, layout)
@@ -146,7 +147,7 @@ class RemoteProgram(Program):
         if missing and (not self._stages or self._stages[0][1].wholes):
             values, missing = read(self._home, missing), []
         for asks, stage in self._stages:
-            operands = iter(stage.run(variables, arrays, rows, values))
+            operands = iter(stage.fixed() or stage.run(variables, arrays, rows, values))
             reads: list[TableRead] = []
             of_rows: list[int] = []
             for k in asks:
@@ -204,6 +205,7 @@ class _Kind(NamedTuple):
     method: str
     is_sparse: bool
     optimizer: int
+    shard: Shard | None  # of a table that the operand is for
 
 
 class _Request(NamedTuple):
@@ -233,13 +235,19 @@ def _target(asked: Any) -> Any:
 
 
 def _kind_of(change: Change) -> _Kind:
-    return _Kind(change.method, isinstance(change.operand, IndexedSlices), change.optimizer)
+    operand = change.operand
+    shard = operand.shard if isinstance(operand, ShardSlices) else None
+    return _Kind(change.method, isinstance(operand, IndexedSlices), change.optimizer, shard)
 
 
 def _after(pending: Pending, kinds: Sequence[_Kind], operands: Iterator[Any]) -> Pending:
     """What was done to a variable, after changes whose operands a program has computed."""
-    for method, is_sparse, optimizer in kinds:
-        operand = IndexedSlices(next(operands), next(operands)) if is_sparse else next(operands)
+    for method, is_sparse, optimizer, shard in kinds:
+        operand = next(operands)
+        if shard is not None:
+            operand = ShardSlices(operand, next(operands), shard)
+        elif is_sparse:
+            operand = IndexedSlices(operand, next(operands))
         pending = pending.plus(Change(method, operand, optimizer))
     return pending
 
@@ -256,13 +264,26 @@ class _Layout:
 class _Part:
     """A part of a program: what computes some of its results.
 
+    Args:
+        closed: the program.
+        outputs: which of its results.
+        layout: of its inputs.
+        is_spread: whether it runs on several devices.
+        computed: how many of the results must be computed, also if they are inputs or constants.
+
     Attributes:
         wholes: which of the values that the program reads from elsewhere it needs.
         locals: where the other variables are that it reads, among those of the program.
-        passed: if it computes nothing, which inputs its results are.
     """
 
-    def __init__(self, closed: Any, outputs: Sequence[int], layout: _Layout, is_spread: bool) -> None:
+    def __init__(
+        self,
+        closed: Any,
+        outputs: Sequence[int],
+        layout: _Layout,
+        is_spread: bool,
+        computed: int = 0,
+    ) -> None:
         part, needed = program_parts.needed_for(closed, outputs)
         inputs = [i for i in needed if i < layout.first_argument]
         self.remote = [i for i in inputs if layout.variables[i].home is not None]
@@ -288,18 +309,30 @@ class _Part:
             return (once, token(False)) if is_spread else once
 
         # A result that is needed several times, as by all shards of a variable, is computed and
-        # handed over once.
+        # handed over once. One that is an input or a constant, such as indices, is handed over as is.
+        jaxpr = part.jaxpr
+        where = {i: (g, k) for g, group in enumerate(groups) for k, i in enumerate(group)}
+        known: dict[int, tuple[int, int]] = {}
+        self._constants: list[Any] = []
+        if not is_spread:
+            known = {id(x): where[i] for x, i in zip(jaxpr.invars, needed, strict=True)}
+            self._constants = list(part.consts)
+            known |= {id(x): (_CONSTANTS, k) for k, x in enumerate(jaxpr.constvars)}
         first: dict[int, int] = {}
-        places = [first.setdefault(id(x), i) for i, x in enumerate(part.jaxpr.outvars)]
-        order_of = {i: k for k, i in enumerate(first.values())}
-        self._again = [order_of[i] for i in places] if len(first) < len(places) else None
+        self._results: list[tuple[int, int]] = []  # where each of them is found
+        for i, x in enumerate(jaxpr.outvars):
+            if i >= computed and id(x) in known:
+                self._results.append(known[id(x)])
+            else:
+                first.setdefault(id(x), i)
+                self._results.append((_COMPUTED, list(first).index(id(x))))
+        self._computes = bool(first)
+        self._is_whole = self._results == [(_COMPUTED, k) for k in range(len(first))]
         self._code = jax.jit(program)
         self._groups = groups
-        self.passed: list[tuple[int, int]] | None = None
-        if not part.jaxpr.eqns and all(x in part.jaxpr.invars for x in part.jaxpr.outvars):
-            where = {i: (g, k) for g, group in enumerate(groups) for k, i in enumerate(group)}
-            given = [part.jaxpr.invars.index(x) for x in part.jaxpr.outvars]
-            self.passed = [where[needed[i]] for i in given]
+        self._has_effects = bool(part.effects)
+        self._is_fixed = not needed and not self._has_effects and not is_spread
+        self._fixed: list[Any] = []
 
     def run(
         self,
@@ -320,13 +353,21 @@ class _Part:
         here = [_present(variables[i]) for i in self.locals] if self.locals else []
         arguments = [arrays[i] for i in self._arguments]
         given = wholes, here, arguments, [rows[i] for i in self._rows]
-        if self.passed is not None:
-            return [given[group][i] for group, i in self.passed]
+        outputs: list[Any] = []
         if self._is_spread:
-            outputs: list[Any] = THROTTLE.dispatch(self._code, *given)
-        else:
+            outputs = THROTTLE.dispatch(self._code, *given)
+        elif self._computes or self._has_effects:
             outputs = self._code(*given)
-        return outputs if self._again is None else [outputs[k] for k in self._again]
+        if self._is_whole:
+            return outputs
+        found = *given, self._constants, outputs
+        return [_kept(found[group][k]) for group, k in self._results]
+
+    def fixed(self) -> list[Any]:
+        """Its results if they are always the same, such as indices that were constants; [] if not."""
+        if self._is_fixed and not self._fixed:
+            self._fixed = [np.asarray(x) for x in self.run([], [], [], [])]
+        return self._fixed
 
     def lower(self, variables: list[Any], arrays: list[Any]) -> Any:
         """The lowered part."""
@@ -335,6 +376,14 @@ class _Part:
             for g in self._groups
         ]
         return self._code.lower(*shapes)
+
+
+def _kept(x: Any) -> Any:
+    """An array that stays as it is, also if it was given by the user and is written to later."""
+    return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x
+
+
+_CONSTANTS, _COMPUTED = 4, 5  # among what a part has, after what it was given
 
 
 def _levels(closed: Any, operands: list[list[int]], layout: _Layout) -> list[list[int]]:

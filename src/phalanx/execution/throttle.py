@@ -144,6 +144,12 @@ class Throttle:
         if latest is not None and latest[0] != threading.get_ident():
             latest[1].block_until_ready()
 
+    def forget(self) -> None:
+        """Wait for no program that was started before, because its devices are given up."""
+        with self._lock:
+            self._tokens.clear()
+            self._latest_between_workers = None
+
     @property
     def in_flight(self) -> int:
         """How many programs may still be running."""

@@ -98,11 +98,9 @@ def _equation(eqn: Any, given: list[bool], found: list[str]) -> list[bool]:
         if given[0] and any(_communicates(sub) for sub in subs):
             found.append(f"{_HAZARD}lax.cond or lax.switch")
         return [given[0] or any(column) for column in zip(*branches, strict=True)]
-    if name == "while" and any(given) and any(_communicates(sub) for sub in subs):
-        condition = eqn.params["cond_jaxpr"].jaxpr
-        if _while_differs(eqn, condition, given):
-            found.append(f"{_HAZARD}lax.while_loop")
-    for sub in subs:  # a while loop, or something new: assume the worst
+    if name == "while":
+        return _while(eqn, given, found)
+    for sub in subs:  # something new: assume the worst
         _walk(sub, [True] * len(sub.invars), found)
     return [any(given) or bool(subs)] * count
 
@@ -121,11 +119,24 @@ def _scan(eqn: Any, body: Any, given: list[bool], found: list[str]) -> list[bool
         state = grown
 
 
-def _while_differs(eqn: Any, condition: Any, given: list[bool]) -> bool:
-    """Whether replicas may leave a loop at different times, given what differs when they enter it."""
-    consts = eqn.params["cond_nconsts"]
-    carry = given[consts + eqn.params["body_nconsts"] :]
-    return any(_walk(condition, given[:consts] + carry, []))
+def _while(eqn: Any, given: list[bool], found: list[str]) -> list[bool]:
+    """A loop that replicas may leave at different times is a hazard, and all that it gives differs."""
+    first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+    known, constants = given[:first], given[first : first + second]
+    state = given[first + second :]
+    while True:
+        trial: list[str] = []
+        outputs = _walk(body, constants + state, trial)
+        grown = [a or b for a, b in zip(state, outputs, strict=True)]
+        if grown == state:
+            break
+        state = grown
+    differs = any(_walk(condition, known + state, trial))
+    found += trial
+    if differs and (_communicates(condition) or _communicates(body)):
+        found.append(f"{_HAZARD}lax.while_loop")
+    return [True] * len(state) if differs else state
 
 
 def _communicates(jaxpr: Any) -> bool:

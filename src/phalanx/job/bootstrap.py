@@ -23,11 +23,13 @@ from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.errors import (
     ClusterEnvironmentError,
     DeadlineExceededError,
+    FailedPreconditionError,
     PhalanxError,
     UnauthenticatedError,
 )
 from phalanx.job import device_connections, jax_distributed, jax_runtime
 from phalanx.job.arrivals import Arrivals
+from phalanx.job.elastic.visitor import ADDRESS
 from phalanx.job.hub.client import Member, Roster
 from phalanx.job.hub.descriptions import Failure
 from phalanx.job.hub.hub_process import HubProcess
@@ -38,6 +40,7 @@ from phalanx.job.tokens import find_token
 from phalanx.job.watchdog import Watchdog
 from phalanx.net.addresses import split_address
 from phalanx.net.framing import ProtocolError
+from phalanx.runtime import laboratory
 from phalanx.runtime.deadlines import worker_deadline
 
 _log = logging.getLogger("phalanx")
@@ -136,7 +139,16 @@ def connect(
         warn_after: seconds after which a wait for other workers shows who is late; see `Watchdog`.
         grace: seconds for native code to come back after the job has failed.
     """
+    laboratory.provide("cut", device_connections.cut_all)
+    laboratory.reach("start")
     end = time.monotonic() + timeout
+    if os.environ.get(ADDRESS) and not os.environ.get("PHALANX_HUB"):
+        raise FailedPreconditionError(
+            "The workers of this job come and go (phalanx run --workers MIN:MAX), so the strategy over "
+            "them is made anew each time: put the training into a function, call "
+            "px.train.elastic(function, batch_size=...), and take the strategy from its context. Or "
+            "give phalanx run one number of workers. Received: a strategy outside of px.train.elastic"
+        )
     membership = find_membership(resolver)
     member, roster = join_hub(membership, timeout, problem=jax_runtime.start_problem(membership.task))
     seconds = worker_deadline() if deadline is None else deadline

@@ -25,6 +25,7 @@ _TIME_TO_COME_BACK = 1.0  # seconds from a failure to the end of the programs th
 
 _lock = threading.Lock()
 _connected: list[tuple[Any, bootstrap.JobConnection]] = []
+_ledgers: list[WorkerLedger] = []
 
 
 def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap.JobConnection:
@@ -43,11 +44,29 @@ def connect_once(resolver: ClusterResolver, deadline: float | None) -> bootstrap
         connection = bootstrap.connect(resolver, deadline=deadline)
         ledger = WorkerLedger(connection.member)
         atexit.register(ledger.settle_at_exit)
+        _ledgers[:] = [ledger]
         use_ledger(ledger)
         activity.watched_by(connection.member.status, connection.member.check)
         name_task(resolver.task_type or "worker", resolver.task_id or 0)
         _connected.append((who, connection))
         return connection
+
+
+def leave_job() -> None:
+    """Leave the other workers, so that this process can become a worker of another cluster.
+
+    What belongs to JAX's devices is useless then; see `jax_distributed.forget_devices`.
+    """
+    with _lock:
+        for _, connection in _connected:
+            connection.disconnect()
+            connection.member.status.pending = None
+        _connected.clear()
+        ledger = _ledgers.pop() if _ledgers else None
+        if ledger is not None:
+            atexit.unregister(ledger.settle_at_exit)
+        use_ledger(None)
+        activity.watched_by_none()
 
 
 def connected() -> bootstrap.JobConnection | None:

@@ -60,6 +60,17 @@ def cut(addresses: Iterable[Address | Sequence[object] | None]) -> int:
     return count
 
 
+def cut_all() -> int:
+    """End all TCP connections of this process, as if its network were gone; returns how many."""
+    count = 0
+    for s in _tcp_sockets():
+        if not _listens(s):  # which a lost network does not end, and which gloo cannot do without
+            with contextlib.suppress(OSError):  # it has ended already
+                s.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
 def tries_to_connect(addresses: Iterable[Address | Sequence[object] | None]) -> bool:
     """Whether this process tries in vain to connect to one of these addresses."""
     wanted = {_address(a) for a in addresses if a is not None}

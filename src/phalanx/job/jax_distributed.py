@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from phalanx.runtime import compat
 from phalanx.runtime.private_names import find, need
 
 _JOINING = "Computing with several processes"
@@ -20,8 +21,10 @@ _make_client = find(_JOINING, "jaxlib._jax:get_distributed_runtime_client")
 _factories = find(_ADDRESS, "jax._src.xla_bridge:_backend_factories")
 _make_gloo = find(_ADDRESS, "jaxlib._jax:make_gloo_tcp_collectives")
 _make_cpu_client = find(_ADDRESS, "jax._src.xla_bridge:make_cpu_client")
+_STAYING = "Joining other processes once more"
+_all_backends = find(_ENDING, "jax.extend.backend:backends")
+_clear_backends = find(_STAYING, "jax.extend.backend:clear_backends")
 _clean_up = find(_ENDING, "jax._src.api:clean_up")
-_backends = find(_ENDING, "jax._src.xla_bridge:_backends")
 
 _HEARTBEAT = 7 * 24 * 3600
 """Seconds after which JAX would end the process because of a silent peer; Phalanx is much quicker."""
@@ -83,10 +86,27 @@ def abandon_backends() -> None:
 
     JAX waits for its devices when it is cleaned up, and forever if another process is gone.
     """
-    need(_clean_up, _backends)
+    need(_clean_up)
     atexit.unregister(_clean_up)
-    for backend in _backends.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))  # so that it is never destroyed
+    _keep_backends()
+
+
+def _keep_backends() -> None:
+    """Never destroy the backends: that would wait for their programs."""
+    need(_all_backends)
+    for backend in _all_backends().values() if compat.backends_are_initialized() else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+def forget_devices() -> None:
+    """Let JAX begin with new backends, in a process that has left the others.
+
+    All arrays, devices and compiled programs of before are useless. The old backends are not destroyed,
+    which would wait for programs that may never end.
+    """
+    need(_clear_backends)
+    _keep_backends()
+    _clear_backends()
 
 
 def publish(key: str, value: str) -> None:

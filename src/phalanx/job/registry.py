@@ -12,7 +12,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,8 @@ _log = logging.getLogger("phalanx")
 class RunningJob:
     """A job: its launcher's process id, its name, and its hub's address and token.
 
-    With parameter servers, `servers` are the addresses of the tasks that answer remote calls.
+    With parameter servers, `servers` are the addresses of the tasks that answer remote calls. `door` is
+    where workers join an elastic job.
     """
 
     pid: int
@@ -35,6 +36,7 @@ class RunningJob:
     address: str
     token: str = field(repr=False)
     servers: dict[str, str] = field(default_factory=dict)
+    door: str = ""
 
     def __str__(self) -> str:
         return f"{self.pid} ({self.name})"
@@ -58,11 +60,14 @@ def runtime_folder() -> Path:
 
 
 @contextlib.contextmanager
-def announced(job: RunningJob) -> Iterator[None]:
-    """Let others find a job as long as the block runs, if there is a place where they can."""
+def announced(job: RunningJob) -> Iterator[Callable[[RunningJob], object]]:
+    """Let others find a job as long as the block runs, if there is a place where they can.
+
+    What is yielded says that the job has changed.
+    """
     path = _write(job)
     try:
-        yield
+        yield _write
     finally:
         if path is not None:
             path.unlink(missing_ok=True)

@@ -49,6 +49,7 @@ from phalanx.parallel.pipelines.schedule import (
     TimedAction,
 )
 from phalanx.parallel.pipelines.stages import Stage, split
+from phalanx.parallel.pipelines.strategy import PipelineStrategy
 from phalanx.parallel.plan import (
     Alternative,
     MemoryUse,
@@ -93,6 +94,7 @@ __all__ = [
     "PipelineGradReducer",
     "PipelineOptimizer",
     "PipelineSchedule",
+    "PipelineStrategy",
     "Pipelined",
     "Plan",
     "PlannedCollective",

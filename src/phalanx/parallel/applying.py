@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.errors import InvalidValueError
+from phalanx.parallel.operators.local import computed_in_parts
 from phalanx.parallel.plan import OperatorPlan, Plan
 from phalanx.parallel.reading import CALLS, REMAT, read
 from phalanx.parallel.tracing import trace
@@ -156,8 +157,15 @@ class Interpreter:
         # them.
         if not name.startswith("custom"):
             operands = [self.routed(x, place, i) for i, x in enumerate(operands)]
-        outs = self.evaluate(jaxpr, eqn, operands)
+        outs = self._in_parts(eqn, operands, place) or self.evaluate(jaxpr, eqn, operands)
         return [self.result(x, place, i) for i, x in enumerate(outs)]
+
+    def _in_parts(self, eqn: Any, operands: Sequence[Any], place: tuple[Any, ...]) -> list[Any] | None:
+        """The results of an operator that each device computes by itself; None for all others."""
+        operator = self.operators.get(self.keys.get(place, ""))
+        if operator is None or self.mesh is None:
+            return None
+        return computed_in_parts(eqn, operands, self.mesh, operator.operands, operator.results)
 
     def _inner(self, inner: Any, operands: Sequence[Any], place: tuple[Any, ...]) -> list[Any]:
         return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, place)
@@ -166,6 +174,16 @@ class Interpreter:
         def block(*xs: Any) -> list[Any]:
             return self._inner(eqn.params["jaxpr"], xs, place)
 
+        if eqn.params.get("differentiated"):  # it is in a gradient, and must be computed again there
+            closed, _ = compat.jaxpr_and_result(block, *operands)
+            jaxpr = closed.jaxpr.replace(
+                constvars=[],
+                invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars],
+                debug_info=closed.jaxpr.debug_info.with_unknown_names(),
+            )
+            params = {**eqn.params, "jaxpr": jaxpr}
+            results: Sequence[Any] = eqn.primitive.bind(*closed.consts, *operands, **params)
+            return results
         again = jax.checkpoint(
             block, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 __all__ = ["dtype_of", "is_array", "with_others"]
@@ -34,5 +35,12 @@ def is_array(x: Any) -> bool:
 
 
 def dtype_of(x: Any) -> Any:
-    """The dtype of an array or a number."""
-    return x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
+    """The dtype that an array or a number has in programs of JAX; random keys have one of their own.
+
+    >>> dtype_of(np.ones(1)), dtype_of(jax.random.key(0))
+    (dtype('float32'), key<fry>)
+    """
+    found = x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
+    if jnp.issubdtype(found, jax.dtypes.extended):
+        return found
+    return jax.dtypes.canonicalize_dtype(found)

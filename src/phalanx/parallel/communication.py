@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core.reduction import ReduceOp
@@ -16,7 +19,7 @@ from phalanx.parallel.options import ParallelOptions
 from phalanx.train.gradient_communication import GradientCommunication
 from phalanx.train.sharding import OptimizerSharding
 
-__all__ = ["combination", "communication_of", "norms_to", "sharding_of"]
+__all__ = ["Share", "combination", "communication_of", "norms_to", "sharding_of"]
 
 DEVICE = "all gradients"
 """In place of a name: the norm of all gradients of a device together."""
@@ -63,6 +66,33 @@ def sharding_of(options: ParallelOptions) -> OptimizerSharding | None:
 def combination(options: ParallelOptions) -> ReduceOp:
     """How gradients of parts of a batch are combined."""
     return ReduceOp.MEAN if options.gradients_mean else ReduceOp.SUM
+
+
+@dataclass(frozen=True)
+class Share:
+    """One device's part of a batch that devices cannot share evenly.
+
+    Args:
+        rows: the examples that it has.
+        total: those of all devices.
+        devices: how many there are.
+    """
+
+    rows: int
+    total: int
+    devices: int
+
+    def weighted(self, op: ReduceOp, x: Any) -> Any:
+        """What the device brings to a sum, or to a mean, in which each example counts the same.
+
+        >>> [float(Share(n, 4, 2).weighted(ReduceOp.MEAN, jnp.float32(6))) for n in (3, 1, 0)]
+        [9.0, 3.0, 0.0]
+        """
+        if not self.rows:
+            return jnp.zeros_like(x)
+        if op is not ReduceOp.MEAN or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return x
+        return x * (self.rows * self.devices / self.total)
 
 
 def norms_to(options: ParallelOptions) -> Callable[[str, int, float], None] | None:

@@ -15,7 +15,7 @@ from phalanx.core.slicing import Members, Slicing
 from phalanx.errors import InvalidValueError
 from phalanx.execution.throttle import token
 from phalanx.execution.variance import differing_marks
-from phalanx.parallel.communication import combination, communication_of, sharding_of
+from phalanx.parallel.communication import Share, combination, communication_of, sharding_of
 from phalanx.parallel.modes import ParallelProgram, ParallelTask, given_layouts
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import mesh_of_sizes, names_of, parts_of
@@ -28,14 +28,17 @@ from phalanx.runtime import compat
 from phalanx.runtime.placement import REPLICA_AXIS
 from phalanx.train.sliced_updates import Sliced
 
-__all__ = ["divided", "kept_mesh"]
+__all__ = ["LocalProgram", "divided", "kept_mesh"]
 
 _GROUP, _MEMBER = "replica_group", "replica_member"
 """The axes of devices that keep the state in groups."""
 
 
 def divided(
-    task: ParallelTask, mesh: Mesh, layerwise: Mapping[str, PartitionSpec]
+    task: ParallelTask,
+    mesh: Mesh,
+    layerwise: Mapping[str, PartitionSpec],
+    local_program: type[LocalProgram] | None = None,
 ) -> ParallelProgram | None:
     """A program that each device runs on its part of the batch; None if the batch cannot be divided.
 
@@ -43,6 +46,7 @@ def divided(
         task: what is to run.
         mesh: of the axis of replicas; the batch is cut along it.
         layerwise: parameters of which each device has its own part, and how they are cut.
+        local_program: what runs on each device; one that gets whole batches must cut them itself.
     """
     names, shapes, states = task.names(), task.shapes(), task.states()
     kept = kept_mesh(mesh, task.options)
@@ -56,14 +60,14 @@ def divided(
             if any(spec) and name in known:
                 known = {**known, name: (tuple(leaf.shape), spec)}
             specs.append(spec)
-        elif not leaf.shape:
+        elif not leaf.shape or local_program is not None:
             specs.append(PartitionSpec())
         elif leaf.shape[0] % mesh.size:
             return None
         else:
             specs.append(PartitionSpec(REPLICA_AXIS))
     run = ParallelRun(mesh, task.options, divided=True, combines=True, layerwise=frozenset(layerwise))
-    local = _Local(task, run, specs, known, kept)
+    local = (local_program or LocalProgram)(task, run, specs, known, kept)
     differing = local.differing()
     out_specs = [local.out_spec(i, i in differing) for i in range(len(local.names))]
     structure = jax.tree.structure(task.args)
@@ -100,7 +104,7 @@ def _relabelled(x: Any, mesh: Mesh, before: PartitionSpec, after: PartitionSpec)
     return same(x)
 
 
-class _Local:
+class LocalProgram:
     """What one device runs: its results, and which of them differ between devices."""
 
     def __init__(
@@ -125,21 +129,9 @@ class _Local:
         """The function of whole arguments, without layouts of results if they are not known yet."""
 
         def local(*args: Any) -> Any:
-            function = self.task.function
-            if self.task.options.force_fp32_communication:
-                function = with_wide_sums(function)
-            if self.task.options.enable_parallel_optimizer:
-                results = self._on_slices(function, args)
-            else:
-                with in_run(self.run):
-                    results = function(*args)
-            leaves, self.structure = jax.tree.flatten(results)
-            leaves = [jnp.asarray(x) for x in leaves]
-            self.names, self.shapes = names_of(results), [x.shape for x in leaves]
+            leaves = self.on_device(args, scalars)
             if mark:
                 leaves = [compat.mark_same_on_all_replicas(x, str(i)) for i, x in enumerate(leaves)]
-            for i in scalars:
-                leaves[i] = _joined(self.task.options, leaves[i])
             return leaves
 
         structure = jax.tree.structure(self.task.args)
@@ -159,8 +151,10 @@ class _Local:
             )(*jax.tree.unflatten(structure, given))
             if out_specs is not None:
                 leaves = [
-                    _relabelled(x, self.kept, _stacked(spec), spec) if _is_grouped(spec) else x
-                    for x, spec in zip(leaves, out_specs, strict=True)
+                    _relabelled(x, self.kept, _stacked(spec), spec)
+                    if _is_grouped(spec)
+                    else self.joined(i, x, spec)
+                    for i, (x, spec) in enumerate(zip(leaves, out_specs, strict=True))
                 ]
             return jax.tree.unflatten(self.structure, leaves), token(
                 spans_workers(tuple(self.mesh.devices.flat))
@@ -169,11 +163,44 @@ class _Local:
         program.__name__ = getattr(self.task.function, "__name__", "program")
         return program
 
-    def _on_slices(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def on_device(self, args: tuple[Any, ...], scalars: Sequence[int]) -> list[jax.Array]:
+        """The results for the parts of the arguments that this device has.
+
+        Args:
+            args: these parts.
+            scalars: the numbers of the results that devices combine.
+        """
+        return self.results(args, scalars, self.run)
+
+    def joined(self, number: int, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """A result of all devices, whose parts are one after the other."""
+        return x
+
+    def results(
+        self, args: tuple[Any, ...], scalars: Sequence[int], run: ParallelRun
+    ) -> list[jax.Array]:
+        """What the function returns for arguments of one device."""
+        function = self.task.function
+        if self.task.options.force_fp32_communication:
+            function = with_wide_sums(function)
+        if self.task.options.enable_parallel_optimizer:
+            found = self._on_slices(function, args, run)
+        else:
+            with in_run(run):
+                found = function(*args)
+        leaves, self.structure = jax.tree.flatten(found)
+        leaves = [jnp.asarray(x) for x in leaves]
+        self.names, self.shapes = names_of(found), [x.shape for x in leaves]
+        for i in scalars:
+            leaves[i] = _joined(self.task.options, leaves[i], run.share)
+        return leaves
+
+    def _on_slices(self, function: Callable[..., Any], args: tuple[Any, ...], run: ParallelRun) -> Any:
         """The results of a step of which this device has slices of the state."""
         size = self.parts
-        slices = SlicedStep(self.task.options, Members(REPLICA_AXIS, self.mesh.size, size))
-        run = replace(self.run, slices=slices)
+        members = Members(REPLICA_AXIS, self.mesh.size, size)
+        slices = SlicedStep(self.task.options, members, run.share)
+        run = replace(run, slices=slices)
 
         def traced(*args: Any) -> Any:
             with in_run(run):
@@ -230,8 +257,10 @@ class _Local:
         if found is not None and _is_state(name, self.known):
             raise InvalidValueError(
                 "The state that the step returns would differ between devices, because it is computed "
-                "from the gradients of one device. Use px.parallel.value_and_grad in place of "
-                f"jax.value_and_grad, or sum over the axis {REPLICA_AXIS!r}. Received: result {name!r}"
+                "from what one device has: its gradients, or statistics of its part of the batch. Use "
+                "px.parallel.value_and_grad in place of jax.value_and_grad, and average statistics, as "
+                f"by jax.lax.pmean(x, {REPLICA_AXIS!r}); in auto_parallel they are those of the whole "
+                f"batch. Received: result {name!r}"
             )
         return PartitionSpec(REPLICA_AXIS)
 
@@ -261,6 +290,9 @@ def _is_state(name: str, known: Known) -> bool:
     return name in known or plain in known
 
 
-def _joined(options: ParallelOptions, x: jax.Array) -> jax.Array:
+def _joined(options: ParallelOptions, x: jax.Array, share: Share | None) -> jax.Array:
     """A number of all devices from that of each: their mean or sum, as for gradients."""
-    return communication_of(options).summed(combination(options), [x])[0]
+    op = combination(options)
+    if share is not None:
+        x = share.weighted(op, x)
+    return communication_of(options).summed(op, [x])[0]

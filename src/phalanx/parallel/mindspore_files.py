@@ -1,4 +1,4 @@
-"""MindSpore's strategy files in JSON: the layouts of parameters, and how operators were cut.
+"""MindSpore's strategy files: the layouts of parameters, and how operators were cut.
 
 MindSpore describes devices as a matrix, and a layout by the number of the matrix's dim that cuts each
 dim of a tensor, counted from the right; -1 cuts nothing.
@@ -16,6 +16,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from phalanx.errors import InvalidValueError, NotFoundError
+from phalanx.parallel.strategy_messages import decoded
+from phalanx.runtime.protobuf_wire import Malformed
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,29 @@ class MindSporeStrategy:
 
 
 def load_mindspore_strategy(path: str | Path) -> MindSporeStrategy:
-    """Read a file that MindSpore's `strategy_ckpt_save_file` has written, with the suffix .json."""
+    """Read a file that MindSpore's `strategy_ckpt_save_file` has written: JSON, or protobuf."""
     try:
-        text = Path(path).read_text()
+        return _read(strategy_data(Path(path).read_bytes(), str(path))[0], str(path))
     except FileNotFoundError:
         raise NotFoundError(f"There is no strategy file. Received: {str(path)!r}.") from None
-    return read_mindspore_strategy(text, str(path))
+
+
+def strategy_data(content: bytes, source: str) -> tuple[Any, str | None]:
+    """What a strategy file has, as data of JSON, and the JSON of the plan in it if it is protobuf.
+
+    Args:
+        content: of the file.
+        source: where it comes from, for errors.
+    """
+    try:
+        if content.lstrip()[:1] in (b"{", b"["):
+            return json.loads(content), None
+        return decoded(content)
+    except (ValueError, Malformed) as error:
+        raise InvalidValueError(
+            f"This is no strategy file of MindSpore, neither in JSON nor in protobuf: {error}. "
+            f"Received: {source!r}."
+        ) from error
 
 
 def read_mindspore_strategy(text: str, source: str = "text") -> MindSporeStrategy:
@@ -58,8 +77,11 @@ def read_mindspore_strategy(text: str, source: str = "text") -> MindSporeStrateg
     >>> read.sizes, tuple(read.parameters["w"])
     ((2, 4), (None, 'y'))
     """
+    return _read(strategy_data(text.encode(), source)[0], source)
+
+
+def _read(data: Any, source: str) -> MindSporeStrategy:
     try:
-        data: Any = json.loads(text)
         layouts: Mapping[str, Any] = data.get("parallel_layout_item") or {}
         operators = {
             name: tuple(tuple(int(n) for n in cuts) for cuts in item["parallel_strategy"])
@@ -69,7 +91,7 @@ def read_mindspore_strategy(text: str, source: str = "text") -> MindSporeStrateg
         maps = [item["tensor_map"] for item in layouts.values()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidValueError(
-            f"This is no strategy file of MindSpore in JSON: {error!r}. Received: {source!r}."
+            f"This is no strategy file of MindSpore: {error!r}. Received: {source!r}."
         ) from error
     finest = max(([n for n in matrix if n > 1] for matrix in matrices), key=len, default=[])
     names = tuple("xyz"[: len(finest)] if len(finest) <= 3 else (f"d{i}" for i in range(len(finest))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -12,12 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.execution.throttle import token
 from phalanx.parallel.options import ParallelOptions
-from phalanx.parallel.placing import Cuts, names_of, specs_on
+from phalanx.parallel.placing import Cuts, batch_spec, names_of, specs_on
 from phalanx.parallel.planning import Planner, Seen, check_known, dataset_cuts
 from phalanx.parallel.running import ParallelRun, in_run
 from phalanx.parallel.spanning import spans_workers
 from phalanx.parallel.storing import Known, is_named, like, stored
 from phalanx.parallel.wide_sums import with_wide_sums
+from phalanx.parallel.without_all_to_all import without_all_to_all
 
 __all__ = [
     "ParallelProgram",
@@ -95,6 +95,10 @@ def whole(
     run = replace(run, known=known)
     function = with_wide_sums(task.function) if task.options.force_fp32_communication else task.function
 
+    is_given = task.options.parallel_mode == "semi_auto_parallel"
+    if is_given and not task.options.enable_alltoall:  # a plan has its own routes
+        function = without_all_to_all(function, mesh, specs)
+
     def traced(*args: Any) -> Any:
         with in_run(run):
             return function(*args), token(spans_workers(tuple(mesh.devices.flat)))
@@ -139,7 +143,7 @@ def laid_out(
     if cuts:
         found = specs_on(mesh, list(cuts.values()), [shapes[i] for i in inputs], list(cuts))
     else:
-        found = [batch_spec(shapes[i], mesh) for i in inputs]
+        found = [batch_spec(shapes[i], mesh.shape) for i in inputs]
     specs: list[Any] = [
         like(n, s, known) or PartitionSpec() for n, s in zip(names, shapes, strict=True)
     ]
@@ -158,21 +162,6 @@ def given_layouts(
     found = {n: (shapes[n], spec) for n, spec in zip(plan, specs, strict=True)}
     rest = {n: (s, PartitionSpec()) for n, s in owned if like(n, s, found) is None}
     return {**found, **rest}
-
-
-def batch_spec(shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """The first dim, cut by as many axes of a mesh as divide it; the rest of the devices repeat.
-
-    >>> mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    >>> batch_spec((16, 3), mesh), batch_spec((6, 3), mesh), batch_spec((), mesh)
-    (P(('a', 'b'),), P('a',), P())
-    """
-    sizes = dict(mesh.shape)
-    axes: list[str] = []
-    for name, size in sizes.items():
-        if shape and size > 1 and shape[0] % prod([*(sizes[a] for a in axes), size]) == 0:
-            axes.append(name)
-    return PartitionSpec(tuple(axes) if len(axes) > 1 else axes[0]) if axes else PartitionSpec()
 
 
 # -- programs that are laid out by a plan ----------------------------------------------------------
@@ -199,7 +188,7 @@ def planned(task: ParallelTask, planner: Planner) -> ParallelProgram:
     for leaf, name, shape, is_state in leaves:
         found = direct.get(id(leaf))
         if found is None:
-            found = like(name, shape, known) if is_state else batch_spec(shape, mesh)
+            found = like(name, shape, known) if is_state else batch_spec(shape, mesh.shape)
         specs.append(found or PartitionSpec())
     return whole(task, ParallelRun(mesh, task.options, planner=planner), specs, known)
 

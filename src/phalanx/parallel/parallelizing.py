@@ -33,6 +33,7 @@ from phalanx.parallel.spanning import (
     spans_workers,
 )
 from phalanx.parallel.storing import Known, made_in_parts
+from phalanx.parallel.uneven_batches import unevenly_divided
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, default_devices, resolve_devices
 from phalanx.runtime.formatting import shown
@@ -444,7 +445,7 @@ class Parallelized:
         arrays, others = self._parts(args)
         leaves, structure = jax.tree.flatten(arrays)
         statics = tuple(jax.tree.leaves(others))
-        shapes = tuple((np.shape(x), jax.dtypes.canonicalize_dtype(dtype_of(x))) for x in leaves)
+        shapes = tuple((np.shape(x), dtype_of(x)) for x in leaves)
         key = (differentiated, structure, shapes, statics)
         if key not in self._programs:
             abstract = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*s) for s in shapes])
@@ -458,7 +459,17 @@ class Parallelized:
             function = value_and_grad(function, numbers)
         donated = () if differentiated else self._donated
         task = modes.ParallelTask(function, arrays, self._parameters, self._setup.options, donated)
-        return _build_in_mode(task, self._setup, self._planner)
+        try:
+            return _build_in_mode(task, self._setup, self._planner)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            raise InvalidOptionsError(
+                f"The function communicates along an axis by itself ({error}). It may do so in "
+                "hybrid_parallel and data_parallel, where each device has its part of the batch and "
+                f"the axis is {REPLICA_AXIS!r}. In the other modes it sees whole arrays, and needs no "
+                f"communication. Received: parallel_mode={self.mode!r}"
+            ) from error
 
 
 def _build_in_mode(task: modes.ParallelTask, setup: Setup, planner: Planner) -> modes.ParallelProgram:
@@ -468,6 +479,8 @@ def _build_in_mode(task: modes.ParallelTask, setup: Setup, planner: Planner) -> 
     if mode in ("data_parallel", "hybrid_parallel"):
         mesh = replica_mesh(setup.devices)
         found = divided(task, mesh, setup.layerwise)
+        if found is None and mode == "data_parallel":
+            found = unevenly_divided(task, mesh, setup.layerwise)
         if found is not None:
             return found
         if mode == "hybrid_parallel":

@@ -270,3 +270,17 @@ def names_of(nest: Any) -> list[str]:
     """The paths of the leaves of a nest, as plans write them."""
     paths = jax.tree_util.tree_flatten_with_path(nest)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+
+
+def batch_spec(shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """The first dim, cut by as many axes of a mesh as divide it; the rest of the devices repeat.
+
+    >>> sizes = {"a": 2, "b": 4}
+    >>> batch_spec((16, 3), sizes), batch_spec((6, 3), sizes), batch_spec((), sizes)
+    (P(('a', 'b'),), P('a',), P())
+    """
+    axes: list[str] = []
+    for name, size in sizes.items():
+        if shape and size > 1 and shape[0] % prod([*(sizes[a] for a in axes), size]) == 0:
+            axes.append(name)
+    return PartitionSpec(tuple(axes) if len(axes) > 1 else axes[0]) if axes else PartitionSpec()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from phalanx.errors import InvalidValueError, NotFoundError
+from phalanx.errors import InvalidTypeError, InvalidValueError, NotFoundError
 from phalanx.parallel import plan_files, plan_html, plan_text
 from phalanx.parallel.layout import Shape
 from phalanx.parallel.mesh import DeviceMesh
@@ -280,11 +281,19 @@ class Plan:
         """
         known = self.layouts()
         if name not in known:
-            raise NotFoundError(f"The plan has no such tensor or operator. Received: {name!r}.")
+            close = difflib.get_close_matches(name, known, 3)
+            hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+            raise NotFoundError(f"The plan has no such tensor or operator. Received: {name!r}.{hint}")
+        if isinstance(layout, str) or not isinstance(layout, Sequence | PartitionSpec):
+            raise InvalidTypeError(
+                f"A layout is a PartitionSpec, or a tuple like one. Received: {layout!r} for {name!r}."
+            )
         return {**self.pins, name: PartitionSpec(*layout)}
 
     def diff(self, other: Plan) -> list[str]:
         """What differs between this plan and another one, one line each; empty if they agree."""
+        if not isinstance(other, Plan):
+            raise InvalidTypeError(f"diff compares plans. Received: {other!r}.")
         return plan_text.differences(self, other)
 
     def explain(self, name: str) -> str:
@@ -297,6 +306,9 @@ class Plan:
     def to_html(self, title: str = "Plan") -> str:
         """The plan as a web page with pictures, in one file that needs no others."""
         return plan_html.page(self, title)
+
+    def _repr_html_(self) -> str:
+        return plan_html.framed(self)
 
     def to_json(self) -> str:
         """The plan as JSON, with the same text for the same plan."""

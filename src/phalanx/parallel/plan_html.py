@@ -73,6 +73,14 @@ def page(plan: Plan, title: str = "Plan") -> str:
     )
 
 
+def framed(plan: Plan) -> str:
+    """A plan for notebooks: its page in a frame, so that its style stays there."""
+    return (
+        f'<iframe srcdoc="{escape(page(plan), quote=True)}" '
+        'style="width: 100%; height: 30rem; border: 1px solid #ccc"></iframe>'
+    )
+
+
 def _summary(plan: Plan) -> str:
     how = "optimal" if plan.proven else f"at most {plan.gap:.1%} above the optimum"
     return (
@@ -87,7 +95,9 @@ def _pipeline(plan: Plan) -> list[str]:
     if plan.pipeline is None:
         return []
     title, *rows = pipeline_rows(plan.pipeline)
-    return ["<h2>Stages</h2>", f"<p>{escape(title)}</p>", f"<pre>{escape(chr(10).join(rows))}</pre>"]
+    table = f"<pre>{escape(chr(10).join(rows))}</pre>"
+    picture = f'<div style="overflow-x:auto">{plan.pipeline.picture}</div>'
+    return ["<h2>Stages</h2>", f"<p>{escape(title)}</p>", table, picture]
 
 
 def _next_best(plan: Plan) -> str:

@@ -51,6 +51,7 @@ class PlannedPipeline:
         bubble: the share of the time in which stages wait.
         memory: the bytes that each device of each stage holds.
         others: the next best numbers of stages and schedules.
+        picture: when which stage does what, by these costs, as SVG.
     """
 
     stages: int
@@ -63,6 +64,7 @@ class PlannedPipeline:
     bubble: float
     memory: tuple[float, ...]
     others: tuple[RunnerUp, ...] = ()
+    picture: str = ""
 
     def to_data(self) -> dict[str, Any]:
         """As nested dictionaries and lists."""

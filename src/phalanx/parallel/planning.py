@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 from phalanx.errors import InvalidValueError
 from phalanx.parallel.applying import apply
 from phalanx.parallel.hardware import Hardware, topology_of
+from phalanx.parallel.mesh import DeviceMesh, Topology, mesh_of
 from phalanx.parallel.options import ParallelOptions
-from phalanx.parallel.placing import Cuts, names_of, specs_on
+from phalanx.parallel.placing import Cuts, batch_spec, names_of, specs_on
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.reading import read
 from phalanx.parallel.searching import search, searched_hardware
@@ -142,7 +143,10 @@ class Planner:
         where: Any = topology_of(self.devices, hardware) if self.mesh is None else self.mesh
         if before is not None and self.mesh is None:
             where = before.mesh
-        return search(
+        pins = self._pins(program.traced, before)
+        if mode == "sharding_propagation" and not pins:
+            where, pins = _from_the_batch(where, program.traced)
+        found = search(
             program.loss,
             program.shapes,
             where,
@@ -150,9 +154,12 @@ class Planner:
             mode=mode,
             parameters=program.argnums,
             training=program.training,
-            pins=self._pins(program.traced, before),
+            pins=pins,
             **self.limits,
         )
+        if before is None or before is not self.given:
+            return found
+        return replace(found, notes=(*found.notes, *_left_of(before, found)))
 
     def _pins(self, traced: Traced, before: Plan | None) -> dict[str, PartitionSpec]:
         """Layouts that are given: those of parameters in earlier plans, by the user, and of inputs."""
@@ -186,6 +193,30 @@ class Planner:
                 )
                 pins |= dict(zip(cuts, found_specs, strict=True))
         return pins
+
+
+def _left_of(given: Plan, found: Plan) -> list[str]:
+    """What a plan of another program could not say of this one."""
+    notes = ["The given plan was made for another program; its layouts are kept where they fit."]
+    for name, tensor in given.parameters.items():
+        if name not in found.parameters:
+            notes.append(f"{name} of the given plan is not in the program.")
+        elif found.parameters[name].shape != tensor.shape:
+            shapes = f"{list(tensor.shape)} there, {list(found.parameters[name].shape)} here"
+            notes.append(f"{name} of the given plan is searched anew: its shape is {shapes}.")
+    return notes
+
+
+def _from_the_batch(where: Any, traced: Traced) -> tuple[Any, dict[str, PartitionSpec]]:
+    """Batches cut along their first dim, as "data_parallel" says, from which layouts spread."""
+    if isinstance(where, Topology):
+        where = mesh_of(where, (where.size,))
+    given = isinstance(where, DeviceMesh)
+    sizes = dict(zip(where.names, where.sizes, strict=True)) if given else dict(where.shape)
+    shapes = {n: v.aval.shape for n, v in zip(traced.names, traced.closed.jaxpr.invars, strict=True)}
+    inputs = [n for i, n in enumerate(traced.names) if i not in traced.parameters]
+    found = {name: batch_spec(shapes[name], sizes) for name in inputs if shapes[name]}
+    return where, {name: spec for name, spec in found.items() if any(spec)}
 
 
 def _plain_names(args: Sequence[Any], argnums: int | Sequence[int], traced: Traced) -> dict[str, str]:

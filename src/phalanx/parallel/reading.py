@@ -171,7 +171,7 @@ class ProgramReader:
         name = eqn.primitive.name
         if name in CALLS and CALLS[name] in eqn.params:
             return self._call(eqn, operands, scope)
-        if name == "optimization_barrier":  # which changes nothing
+        if name in ("optimization_barrier", "reshard"):  # which change nothing
             return list(operands)
         if name == "scan":
             return self._scan(eqn, operands, scope)
@@ -187,9 +187,8 @@ class ProgramReader:
         )
         operator = describe(described)
         key = scope.inside(name).path
-        if operator.family == OPAQUE and any(
-            s.shape for s in (*operator.operand_specs, *operator.result_specs)
-        ):
+        specs = (*operator.operand_specs, *operator.result_specs)
+        if operator.family == OPAQUE and (eqn.effects or any(s.shape for s in specs)):
             effects = " It has effects." if eqn.effects else ""
             self.notes.append(
                 f"{key} is opaque: all of its tensors are whole on every device.{effects}"

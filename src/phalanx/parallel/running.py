@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.core.reduction import ReduceOp, divide
 from phalanx.errors import InvalidTypeError, InvalidValueError
-from phalanx.parallel.communication import combination, communication_of
+from phalanx.parallel.communication import Share, combination, communication_of
 from phalanx.parallel.context import current_options
 from phalanx.parallel.local_norms import tell_norms, tell_norms_of_parts
 from phalanx.parallel.options import ParallelOptions
@@ -57,6 +57,7 @@ class ParallelRun:
         planner: who lays out losses, in a mode that searches.
         slices: who computes losses, where each device has a part of the state.
         known: the layouts of parameters, in a mode that sees whole arrays.
+        share: the part of the batch that the program sees, if devices have unequal ones.
     """
 
     mesh: Mesh | None
@@ -67,11 +68,14 @@ class ParallelRun:
     planner: LaysOut | None = None
     slices: SlicedStep | None = None
     known: Known = field(default_factory=dict)
+    share: Share | None = None
 
 
 _running: contextvars.ContextVar[ParallelRun | None] = contextvars.ContextVar(
     "parallel run", default=None
 )
+_runs = itertools.count(1)
+_cache_key = jax.make_user_context(None)
 
 
 def current_run() -> ParallelRun | None:
@@ -81,10 +85,15 @@ def current_run() -> ParallelRun | None:
 
 @contextlib.contextmanager
 def in_run(run: ParallelRun | None) -> Iterator[None]:
-    """Trace a block of code in a mode."""
+    """Trace a block of code in a mode.
+
+    Functions of `jax.jit` in it are traced anew, because what they were traced to elsewhere may be for
+    another mode, or for other options.
+    """
     token = _running.set(run)
     try:
-        yield
+        with _cache_key(None if run is None else next(_runs)):
+            yield
     finally:
         _running.reset(token)
 
@@ -155,7 +164,7 @@ def value_and_grad(
         total, aux = value if has_aux else (value, None)
         own = [name in run.layerwise for name in names]
         tell_norms(run.options, list(zip(names, jax.tree.leaves(gradients), strict=True)))
-        total, gradients = combined(run.options, total, gradients, own)
+        total, gradients = combined(run.options, total, gradients, own, run.share)
         return ((total, aux) if has_aux else total), gradients
 
     return differentiated
@@ -295,7 +304,11 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def combined(
-    options: ParallelOptions, value: Any, gradients: Any, own: Sequence[bool]
+    options: ParallelOptions,
+    value: Any,
+    gradients: Any,
+    own: Sequence[bool],
+    share: Share | None = None,
 ) -> tuple[Any, Any]:
     """The loss and its gradients of all devices, from those of each.
 
@@ -307,9 +320,12 @@ def combined(
         value: of the loss, which travels with the last gradients.
         gradients: as a nest.
         own: which of them belong to parameters of which each device has its own part.
+        share: this device's part of the batch, if devices have unequal ones.
     """
     leaves, structure = jax.tree.flatten(gradients)
     op, value = combination(options), jnp.asarray(value)
+    if share is not None:
+        value, *leaves = (share.weighted(op, x) for x in (value, *leaves))
     shared = [i for i, is_own in enumerate(own) if not is_own]
     wide = value.astype(jnp.float32) if is_narrow(value) else value
     *sums, total = communication_of(options).summed(op, [*(leaves[i] for i in shared), wide])

@@ -93,6 +93,10 @@ def search(
     """
     if mode not in MODES:
         raise InvalidValueError(f"Known search modes are {', '.join(MODES)}. Received: mode={mode!r}.")
+    for name, number in (("memory", memory), ("time_limit", time_limit)):
+        if number is not None and (not isinstance(number, int | float) or not number >= 0):
+            what = "bytes" if name == "memory" else "seconds"
+            raise InvalidValueError(f"{name} is a number of {what}. Received: {name}={number!r}.")
     start = time.monotonic()
     hardware = searched_hardware(hardware)
     candidates = _meshes(devices, hardware)
@@ -390,6 +394,8 @@ def _closest(failures: Sequence[Exception]) -> Exception:
 
 
 def _specs(pins: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+    if not isinstance(pins, Mapping):
+        raise InvalidTypeError(f"pins are layouts by name, or a plan. Received: {pins!r}.")
     found = {}
     for name, spec in pins.items():
         if isinstance(spec, str) or not isinstance(spec, Sequence | PartitionSpec):

@@ -18,7 +18,7 @@ from phalanx.collectives import slices_in_programs
 from phalanx.core.reduction import ReduceOp, divide
 from phalanx.core.slicing import Members, Slicing
 from phalanx.execution.regathering import keeps_no_gathers
-from phalanx.parallel.communication import combination, communication_of, sharding_of
+from phalanx.parallel.communication import Share, combination, communication_of, sharding_of
 from phalanx.parallel.local_norms import tell_norms
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.wide_sums import is_narrow
@@ -56,10 +56,12 @@ class SlicedStep:
     Args:
         options: that are in force.
         members: the devices.
+        share: this device's part of the batch, if devices have unequal ones.
     """
 
     options: ParallelOptions
     members: Members
+    share: Share | None = None
     _latest: tuple[_Loss, Sequence[Any], list[Any]] | None = None
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...], wanted: Any) -> Any:
@@ -118,7 +120,7 @@ class SlicedStep:
             or not is_same
             or any(a is not b for a, b in zip(operands, latest[1], strict=True))
         ):
-            found = _Differentiation(self.options, self.members, loss).run(operands)
+            found = _Differentiation(self.options, self.members, loss, self.share).run(operands)
             latest = self._latest = loss, operands, found
         return latest[2][out]
 
@@ -126,11 +128,13 @@ class SlicedStep:
 class _Differentiation:
     """A loss and its gradients, for parameters of which some are in slices."""
 
-    def __init__(self, options: ParallelOptions, members: Members, loss: _Loss) -> None:
+    def __init__(
+        self, options: ParallelOptions, members: Members, loss: _Loss, share: Share | None
+    ) -> None:
         sharding = sharding_of(options)
         assert sharding is not None
         self._sharding: OptimizerSharding = sharding
-        self._options, self._members, self._loss = options, members, loss
+        self._options, self._members, self._loss, self._share = options, members, loss, share
         self._communication, self._op = communication_of(options), combination(options)
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
@@ -151,6 +155,8 @@ class _Differentiation:
             value, *more = jax.core.eval_jaxpr(
                 loss.closed.jaxpr, constants, *(known[i] for i in range(count))
             )
+            if self._share is not None:
+                value = self._share.weighted(self._op, value)
             return value, more
 
         if again:

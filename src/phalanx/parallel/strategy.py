@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -12,9 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 
 from phalanx.cluster.resolvers.base import ClusterResolver
-from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
 from phalanx.core import context as ctx
-from phalanx.core.reduction import ReduceOp
 from phalanx.core.strategy import Strategy
 from phalanx.core.variable_spec import InitialValue, VariableSpec
 from phalanx.core.variables import Variable
@@ -22,11 +19,11 @@ from phalanx.errors import ContextError, InvalidOptionsError, InvalidValueError
 from phalanx.execution.eager import run_replicas
 from phalanx.parallel.context import current_options, options_in_force
 from phalanx.parallel.hardware import Hardware
+from phalanx.parallel.laid_out_extended import LaidOutExtended
 from phalanx.parallel.laid_out_variable import LaidOutVariable, initial_parts, initial_shape
-from phalanx.parallel.modes import batch_spec
 from phalanx.parallel.options import AUTO_MODES, changed
 from phalanx.parallel.parallelizing import Setup, set_up
-from phalanx.parallel.placing import Cuts, factored_mesh, fitting, specs_on
+from phalanx.parallel.placing import Cuts, batch_spec, factored_mesh, fitting, specs_on
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import dataset_cuts
 from phalanx.parallel.running import ParallelRun, in_run
@@ -34,7 +31,6 @@ from phalanx.parallel.spanning import all_devices, placed
 from phalanx.parallel.storing import is_named, like, made_in_parts, stored
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, device_name
-from phalanx.strategies.input import DistributesInput
 
 __all__ = ["AutoParallelStrategy"]
 
@@ -133,16 +129,13 @@ class AutoParallelStrategy(Strategy):
         return extended
 
 
-class AutoParallelExtended(DistributesInput):
+class AutoParallelExtended(LaidOutExtended):
     """What `AutoParallelStrategy` does."""
-
-    _wraps_values = False
 
     def __init__(self, container_strategy: Strategy, setup: Setup) -> None:
         super().__init__(container_strategy)
         self._setup = setup
         self._mesh = factored_mesh(setup.devices) if setup.mesh is None else setup.mesh
-        self._ops = ReductionToOneDevice()
         self._has_variables = False
         self._planner = setup.planner()
         self._layouts: dict[str, Cuts] = {}
@@ -180,10 +173,6 @@ class AutoParallelExtended(DistributesInput):
         here = jax.process_index()
         return tuple(device_name(d) for d in self._mesh.devices.flat if d.process_index == here)
 
-    @property
-    def _communicator(self) -> CrossDeviceOps:
-        return self._ops
-
     def _call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -195,36 +184,7 @@ class AutoParallelExtended(DistributesInput):
             devices = self._replica_devices
             return run_replicas(self._strategy, devices, [first], fn, tuple(args), kwargs)
 
-    def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
-    ) -> Any:
-        """See `StrategyExtended.reduce_to`; what goes to a variable stays where it is."""
-        if isinstance(destinations, LaidOutVariable):
-            return value
-        return super().reduce_to(reduce_op, value, destinations, options)
-
-    def batch_reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
-        options: Any = None,
-    ) -> list[Any]:
-        """See `StrategyExtended.batch_reduce_to`."""
-        pairs = list(value_destination_pairs)
-        if all(isinstance(destination, LaidOutVariable) for _, destination in pairs):
-            return [value for value, _ in pairs]
-        return super().batch_reduce_to(reduce_op, pairs, options)
-
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """See `StrategyExtended.broadcast_to`."""
-        if isinstance(destinations, LaidOutVariable):
-            return tensor
-        return super().broadcast_to(tensor, destinations)
-
     # -- variables ---------------------------------------------------------------------------------
-
-    def _creation(self) -> AbstractContextManager[None]:
-        return compat.evaluating()  # in which the parts of an initial value are one program
 
     def _create_variable_from(self, initial: InitialValue, kinds: tuple[Any, ...]) -> Variable:
         shape, initial = initial_shape(initial)
@@ -287,7 +247,7 @@ class AutoParallelExtended(DistributesInput):
             elif number < len(planned) and len(planned[number].shape) == rows.ndim:
                 spec = fitting(mesh, planned[number].spec, rows.shape, planned[number].name)
             else:
-                spec = batch_spec(rows.shape, mesh)
+                spec = batch_spec(rows.shape, mesh.shape)
             found: jax.Array = placed(rows, NamedSharding(mesh, spec))
             return found
 

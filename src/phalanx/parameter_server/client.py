@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from phalanx.parameter_server.commits import Commits
 from phalanx.parameter_server.durability import Durability
 from phalanx.parameter_server.landing import LARGE, Room
 from phalanx.parameter_server.placing import by_server, home_of, variables_of
-from phalanx.parameter_server.recovery import verdict
+from phalanx.parameter_server.recovery import say_settled, verdict
 from phalanx.parameter_server.requests import (
     Commit,
     OptimizerDefinition,
@@ -140,10 +140,13 @@ class ServerConnections:
         while True:
             shown = self._commits.shown()
             found = self._pull(reads, [push.token for push in shown])
+            if found is None:
+                continue
             if not shown or self._commits.have_counted(shown):
                 return found
 
-    def _pull(self, reads: Sequence[Read], after: Sequence[Token]) -> list[Array]:
+    def _pull(self, reads: Sequence[Read], after: Sequence[Token]) -> list[Array] | None:
+        """Read variables; None if they must be read again, because a commit was half done."""
         parts: dict[int, list[int]] = {}
         known: list[tuple[int, Any]] = []
         rooms: list[Room | None] = []
@@ -162,11 +165,16 @@ class ServerConnections:
                 asked.append((reads[i], known[i][0], -1 if room is None else room.place))
             link.ask(wire.pull(asked, after), partial(answers.__setitem__, server))
         self._commits.flush()
-        found: list[Any] = [None] * len(reads)
-        for server, part in parts.items():
+        is_whole = True
+        for server in parts:
             while server not in answers:
                 self._links[server].answer()
-            wire.read_outcome(answers[server])
+            is_whole &= wire.read_outcome(answers[server]) is not Outcome.DOUBTFUL
+        if not is_whole:
+            self._settle_doubts(answers.values())
+            return None
+        found: list[Any] = [None] * len(reads)
+        for server, part in parts.items():
             values = wire.read_pulled(answers[server])
             for i, (version, where, buffer) in zip(part, values, strict=True):
                 if where is Where.KNOWN:
@@ -274,6 +282,13 @@ class ServerConnections:
             settled[token] = verdict([known[i] for known in found], home)
         self._call_all([wire.decide([(token, settled[token].committed) for token in tokens])])
         return settled
+
+    def _settle_doubts(self, answers: Iterable[Any]) -> None:
+        """Settle the attempts that servers name in place of values: their tasks may be dead."""
+        doubts = [a for a in answers if wire.read_outcome(a) is Outcome.DOUBTFUL]
+        tokens = {token for answer in doubts for token in wire.read_doubted(answer)}
+        for committed, _ in self.settle(sorted(tokens)).values():
+            say_settled(committed)
 
     def forget(self, below: int) -> None:
         """Closures with smaller numbers are done: no task asks for them, or tries them, again."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from phalanx.core.elsewhere import Change, Pending
 from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.shard_slices import ShardSlices, split_rows
 from phalanx.errors import StrategyMismatchError
 from phalanx.parameter_server.requests import Servers, Token, Update
 from phalanx.parameter_server.updates import existing_rows
@@ -110,9 +111,13 @@ def _update(variable: Any, change: Change) -> Update:
         if values.dtype != variable.dtype:
             values = values.astype(variable.dtype)
         return Update(variable.definition, method, values, None, optimizer)
-    values, indices = np.asarray(operand.values), np.asarray(operand.indices)
+    values = np.asarray(operand.values)
     if values.dtype != variable.dtype:
         values = values.astype(variable.dtype)
-    indices, exist = existing_rows(indices, variable.shape[0])
+    if isinstance(operand, ShardSlices):
+        ends, i = operand.shard
+        exist, indices = split_rows(np.asarray(operand.whole), ends)[i]
+    else:
+        indices, exist = existing_rows(np.asarray(operand.indices), variable.shape[0])
     values = values if exist is None else values.take(exist, axis=0)
     return Update(variable.definition, method, values, indices, optimizer)

@@ -90,6 +90,8 @@ def _free(store: Store, buffers: Buffers) -> Answer:
 def _pull(store: Store, buffers: Buffers, landing: memoryview | None = None) -> Answer:
     values: list[tuple[int, Where, Any]] = []
     wanted, after = wire.read_pull(buffers)
+    if store.doubtful and (doubts := store.doubts({w.variable for w in wanted}, after)):
+        return Answer(wire.doubted(doubts))
     changes = store.staged_by(after) if after else {}
     landed = 0
     for variable, known, rows, place in wanted:

@@ -120,6 +120,7 @@ class Commits:
             final[server] = [wire.about(Kind.COMMIT, token)]
         push.is_shown = home is None and all(update.method != APPLY for update in updates)
         self._staging[push] = None
+        hold = hold and push.is_shown  # else the next read waits for it, and it had better be done
         for server in push.staged:
             request = wire.push(Kind.STAGE, token, parts[server], value)
             self._links[server].ask(request, self._on_staged(push, server, home, final), hold=hold)

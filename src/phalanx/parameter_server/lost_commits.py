@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
+from phalanx.parameter_server.recovery import say_settled
 from phalanx.parameter_server.requests import Token
 from phalanx.parameter_server.session import Session
 from phalanx.parameter_server.settler import Settler
@@ -55,8 +56,4 @@ class LostCommits:
         if error is not None:
             _log.warning("A commit of a worker that may have died is not settled yet. %s", error)
             return
-        _log.warning(
-            "A worker was lost, or was slow, in the middle of a commit to several parameter servers. "
-            "All of them have now %s its updates.",
-            "made" if committed else "dropped",
-        )
+        say_settled(committed)

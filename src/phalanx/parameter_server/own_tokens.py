@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from phalanx.parameter_server.requests import Token
 
-__all__ = ["OwnTokens", "TokenLine"]
+__all__ = ["OwnTokens", "TokenLine", "line_of"]
 
 _NUMBERS = 32  # bits of the number of an update; those before it name the task
 _MOST_TASKS = 4096
@@ -90,6 +90,11 @@ class OwnTokens:
         """Remember what `items` returned."""
         for closure, attempt in items:
             self.note(Token(closure, attempt))
+
+
+def line_of(token: Token) -> int:
+    """What names the task that has taken a token."""
+    return _split(token.closure)[0]
 
 
 def _split(closure: int) -> tuple[int, int]:

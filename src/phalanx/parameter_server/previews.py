@@ -61,7 +61,7 @@ def rows_after(value: Array, updates: Sequence[Update]) -> tuple[Array, Array] |
         [(where, values)] = changed
         order = where.argsort()
         places = where.take(order)
-        if not (places[1:] == places[:-1]).any():  # each row is changed once
+        if not np.logical_or.reduce(places[1:] == places[:-1]):  # each row is changed once
             rows = value.take(places, axis=0)
             apply_to_all(updates[0].method, rows, values.take(order, axis=0))
             return places, rows
@@ -86,7 +86,7 @@ def read_rows(value: Array, indices: Array, places: Array, rows: Array) -> Array
     found = places.searchsorted(indices)
     found[found == len(places)] = 0
     is_other = places.take(found) == indices
-    if is_other.all():
+    if np.logical_and.reduce(is_other):
         return rows.take(found, axis=0)
     read = value.take(indices, axis=0)
     read[is_other] = rows.take(found[is_other], axis=0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from phalanx.parameter_server.requests import Settled
 from phalanx.parameter_server.store import Trace
 
-__all__ = ["verdict"]
+__all__ = ["say_settled", "verdict"]
+
+_log = logging.getLogger("phalanx")
 
 
 def verdict(found: Sequence[tuple[Trace, bytes]], home: int | None) -> Settled:
@@ -28,3 +31,12 @@ def verdict(found: Sequence[tuple[Trace, bytes]], home: int | None) -> Settled:
     witnesses = found if home is None else [found[home]]
     values = [value for trace, value in witnesses if trace is Trace.APPLIED]
     return Settled(bool(values), next((value for value in values if value), b""))
+
+
+def say_settled(committed: bool) -> None:
+    """Say what became of a commit of no closure that another task has settled."""
+    _log.warning(
+        "A worker was lost, or was slow, in the middle of a commit to several parameter servers. "
+        "All of them have now %s its updates.",
+        "made" if committed else "dropped",
+    )

@@ -14,6 +14,7 @@ from phalanx.core import context as ctx, traced_variables, transactions
 from phalanx.core.distributed_variables import AggregatingVariable
 from phalanx.core.elsewhere import APPLY, Change, Pending, after
 from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.shard_slices import ShardSlices
 from phalanx.core.structure import map_nest
 from phalanx.core.traced_variables import UNKNOWN
 from phalanx.core.values import Mirrored, PerReplica
@@ -185,6 +186,8 @@ class RemoteVariable(OnePerProcess, AggregatingVariable):
 
 def _typed(operand: Any, dtype: Any) -> Any:
     """An operand in the dtype of the variable; what is on the host stays there."""
+    if isinstance(operand, ShardSlices):
+        return ShardSlices(_typed(operand.values, dtype), operand.whole, operand.shard)
     if isinstance(operand, IndexedSlices):
         return IndexedSlices(_typed(operand.values, dtype), operand.indices)
     if isinstance(operand, jax.Array):

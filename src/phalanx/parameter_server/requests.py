@@ -71,10 +71,13 @@ class OptimizerDefinition:
     Args:
         id: known to all tasks of the job.
         transform: the transformation, pickled by cloudpickle.
+        rate: which leaf of its state is the learning rate, and what it is from now on; None as long as
+            it was not set.
     """
 
     id: int
     transform: bytes
+    rate: tuple[int, float] | None = None
 
 
 class Read(NamedTuple):

@@ -6,6 +6,7 @@ moments). Slots of other shapes (such as counts) change as a whole. Rows of the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,13 @@ class ServerOptimizer:
             leaves, structure = jax.tree.flatten(self._init(value))
         return Slots([np.asarray(x) for x in leaves], structure)
 
+    def set_rate(self, definition: OptimizerDefinition) -> bool:
+        """Take the learning rate of a definition, if it has one; returns whether it is another one."""
+        if definition.rate in (None, self.definition.rate):
+            return False
+        self.definition = dataclasses.replace(self.definition, rate=definition.rate)
+        return True
+
     def apply(
         self,
         value: Array,
@@ -93,6 +101,11 @@ class ServerOptimizer:
         own = slots.get(self.definition.id)
         if own is None:
             own = slots[self.definition.id] = self.slots(value)
+        if self.definition.rate is not None:
+            leaf, rate = self.definition.rate
+            if not 0 <= leaf < len(own.leaves):
+                raise InvalidArgumentError(f"The optimizer has no such leaf. Received: {leaf}")
+            own.leaves[leaf] = np.full_like(own.leaves[leaf], rate)
         if indices is None:
             new, own.leaves = self._call(value, own, own.leaves, gradient)
             return new

@@ -34,6 +34,7 @@ from phalanx.parameter_server.buffers import BufferPool
 from phalanx.parameter_server.commands import perform
 from phalanx.parameter_server.durability import Durability, Keeper, fresh_store
 from phalanx.parameter_server.lane import LANED, restored
+from phalanx.parameter_server.own_tokens import line_of
 from phalanx.parameter_server.requests import Token, VariableDefinition
 from phalanx.parameter_server.shared_memory import open_shared
 from phalanx.parameter_server.snapshots import load_snapshot, records_of, write_snapshot
@@ -65,17 +66,19 @@ class _Run:
     saved: list[str] = field(default_factory=list)  # the latest requests to save or load
     staged: dict[Token, float] = field(default_factory=dict)  # of no closure, and since when
 
-    def look_for_doubtful(self) -> None:
-        """Note which attempts of no closure have been staged; a commit follows at once, or never."""
+    def look_for_doubtful(self, gone: int | None = None) -> None:
+        """Note which attempts of no closure have been staged; a commit follows at once, or never.
+
+        Args:
+            gone: the line of tokens of a task whose connection has ended.
+        """
         now = time.monotonic()
         own = [token for token in self.store.staged if token.closure < 0]
         self.staged = {token: self.staged.get(token, now) for token in own}
-
-    @property
-    def doubtful(self) -> list[Token]:
-        """Attempts of no closure whose task may have died between staging and commit."""
-        latest = time.monotonic() - _DOUBT
-        return [token for token, since in self.staged.items() if since <= latest]
+        if gone is not None:
+            self.staged |= {token: 0.0 for token in own if line_of(token) == gone}
+        latest = now - _DOUBT
+        self.store.doubtful = {token for token, since in self.staged.items() if since <= latest}
 
 
 @dataclass(eq=False)
@@ -87,6 +90,7 @@ class _Session:
     lane: memoryview | None = None
     landing: memoryview | None = None
     challenge: str = ""  # what it must repeat to begin a run
+    line: int | None = None  # of the tokens of its updates of no closure
 
 
 class ParameterService:
@@ -118,7 +122,7 @@ class ParameterService:
             self._loop,
             sock,
             receive,
-            lambda _: self._sessions.discard(session),
+            lambda _: self._left(session),
             limits=LIMITS,
             decoder=Decoder(LIMITS, self._pool.take),
             waits=True,
@@ -141,6 +145,12 @@ class ParameterService:
         return self._loop.call(self._status)
 
     # -- inside the loop's thread ------------------------------------------------------------------
+
+    def _left(self, session: _Session) -> None:
+        """A connection has ended: what its task has staged may never be committed."""
+        self._sessions.discard(session)
+        if session.line is not None and session.run is not None and session.run is self._run:
+            self._run.look_for_doubtful(session.line)
 
     def _receive(self, session: _Session, message: Message) -> None:
         buffers, number = message.buffers, message.number
@@ -181,6 +191,8 @@ class ParameterService:
             raise ProtocolError("A peer takes part in no run of this server.")
         answer, has_changed, landed = perform(run.store, buffers, session.landing)
         self._counts["bytes_out"] += landed
+        if kind == Kind.STAGE and (token := wire.token_of(buffers)).closure < 0:
+            session.line = line_of(token)
         keeper = run.keeper
         if keeper is not None and has_changed:
             try:
@@ -321,7 +333,7 @@ class ParameterService:
             "run": name,
             **held,
             **self._counts,
-            "doubtful": [] if run is None else run.doubtful,
+            "doubtful": [] if run is None else [t for t in run.store.doubtful if t in run.store.staged],
             "connections": len(self._sessions),
             "log_bytes": log,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import numpy as np
 from phalanx.core import context as ctx, traced_variables, transactions
 from phalanx.core.elsewhere import TableRead, read
 from phalanx.core.indexed_slices import IndexedSlices
+from phalanx.core.shard_slices import Shard, ShardSlices, split_rows
 from phalanx.core.values import DistributedValues
 from phalanx.core.variable_spec import VariableSpec
 from phalanx.core.variables import Variable
@@ -68,9 +70,8 @@ class ShardedVariable(OnePerProcess, Variable):
         self._spec = spec
         self._strategy = strategy
         self._device = strategy.extended._replica_devices[0]  # where this process computes updates
-        ends = np.cumsum([v.shape[0] for v in self._variables])
-        self._ends = ends
-        self._parts = list(zip(self._variables, [0, *ends[:-1].tolist()], strict=True))
+        self._ends = tuple(itertools.accumulate(v.shape[0] for v in self._variables))
+        self._parts = list(zip(self._variables, (0, *self._ends[:-1]), strict=True))
 
     # -- description -----------------------------------------------------------------------------
 
@@ -148,15 +149,13 @@ class ShardedVariable(OnePerProcess, Variable):
     def row_reads(self, indices: Any, wanted: list[Read]) -> Join:
         """Add what to ask servers for; returns what makes the rows of the answers."""
         asked = np.asarray(indices)
-        owner = self._ends.searchsorted(asked, side="right")
         places: list[tuple[Any, int]] = []
-        for i, (shard, first) in enumerate(self.parts):
-            mine = (owner == i).nonzero()[0]
-            if mine.size == asked.size:
-                return shard.row_reads(asked - first, wanted)
+        for shard, (mine, part) in zip(self._variables, split_rows(asked, self._ends), strict=True):
+            if mine is None:
+                return shard.row_reads(part, wanted)
             if mine.size:
                 places.append((mine, len(wanted)))
-                wanted.append(Read(shard.definition, asked.take(mine) - first))
+                wanted.append(Read(shard.definition, part))
         shape, dtype = (asked.size, *self.shape[1:]), self.dtype
 
         def join(answers: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
@@ -234,15 +233,11 @@ class ShardedVariable(OnePerProcess, Variable):
 
     def split_slices(self, operand: IndexedSlices) -> list[tuple[RemoteVariable, IndexedSlices]]:
         """A sparse operand for each shard; rows of other shards have indices that it does not have."""
-        total = self.shape[0]
         indices = jnp.asarray(operand.indices)
-        indices = jnp.where(indices < 0, indices + total, indices)
-        split = []
-        for shard, first in self.parts:
-            mine = indices - first
-            mine = jnp.where(mine < 0, shard.shape[0], mine)
-            split.append((shard, IndexedSlices(operand.values, mine)))
-        return split
+        return [
+            (shard, ShardSlices(operand.values, indices, Shard(self._ends, i)))
+            for i, shard in enumerate(self._variables)
+        ]
 
     def apply_gradient(self, gradient: Any, optimizer: int) -> None:
         """Let an optimizer on the servers make a step.

@@ -9,7 +9,7 @@ decides about them. What is applied anywhere is applied everywhere, else it is d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import partial
@@ -42,6 +42,7 @@ class Outcome(IntEnum):
     DONE = 0
     REPEATED = 1  # it was done before
     REFUSED = 2  # it must not be done: the attempt is fenced off, or another one counts
+    DOUBTFUL = 3  # it cannot be read before attempts are settled whose task may be dead
 
 
 class Trace(Enum):
@@ -110,6 +111,7 @@ class Store:
         self.staged: dict[Token, tuple[Sequence[Update], bytes]] = {}
         self._ready: dict[Token, dict[int, Ready]] = {}  # what was computed already of what is staged
         self.fences: dict[int, set[int]] = {}  # closure -> attempts that are refused
+        self.doubtful: Collection[Token] = ()  # attempts of no closure whose task may be dead
         self.freed: dict[int, None] = {}  # variables that were freed; a late message holds none of them
         self.settled = 0  # closures with smaller numbers are done
         self._cleaned = 0  # and those with smaller ones than this are forgotten
@@ -170,9 +172,9 @@ class Store:
         return is_known and update.variable.id in self.variables
 
     def define_optimizer(self, definition: OptimizerDefinition) -> bool:
-        """Know an optimizer; returns whether it is new."""
+        """Know an optimizer, or another learning rate; returns whether something is new."""
         if definition.id in self.optimizers:
-            return False
+            return self.optimizers[definition.id].set_rate(definition)
         self.optimizers[definition.id] = ServerOptimizer(definition)
         return True
 
@@ -214,6 +216,18 @@ class Store:
             for update in self.staged.get(token, _NOTHING)[0]:
                 found.setdefault(update.variable.id, []).append((token, update))
         return found
+
+    def doubts(self, variables: Collection[int], own: Sequence[Token]) -> list[Token]:
+        """The attempts in doubt that change any of these variables, but for those of the reader.
+
+        Another server may have made such an attempt already, so what is held here may be half of it.
+        """
+        return [
+            token
+            for token in self.doubtful
+            if token not in own
+            and any(u.variable.id in variables for u in self.staged.get(token, _NOTHING)[0])
+        ]
 
     def after(self, staged: Sequence[tuple[Token, Update]], variable: int, rows: Array | None) -> Any:
         """The bytes of a variable, or of some of its rows, as staged updates of it will leave it."""

@@ -146,14 +146,18 @@ def read_find(buffers: Buffers) -> VariableDefinition:
 
 
 def optimizer(definition: OptimizerDefinition) -> list[Any]:
-    """Know an optimizer."""
-    return with_fields(Kind.OPTIMIZER, {"id": definition.id}, definition.transform)
+    """Know an optimizer, or another learning rate of it."""
+    fields = {"id": definition.id, "rate": definition.rate}
+    return with_fields(Kind.OPTIMIZER, fields, definition.transform)
 
 
 def read_optimizer(buffers: Buffers) -> OptimizerDefinition:
     """The optimizer."""
     try:
-        return OptimizerDefinition(int(fields_in(buffers)["id"]), bytes(buffers[1]))
+        fields = fields_in(buffers)
+        given = fields.get("rate")
+        rate = None if given is None else (int(given[0]), float(given[1]))
+        return OptimizerDefinition(int(fields["id"]), bytes(buffers[1]), rate)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ProtocolError(f"A peer described an optimizer wrongly: {error}") from None
 
@@ -239,7 +243,8 @@ def pull(reads: Sequence[tuple[Read, int, int]], after: Sequence[Token] = ()) ->
     for (variable, indices), known, place in reads:
         packed.append(_WANTED.pack(variable.id, known, indices is not None, place))
         if indices is not None:
-            rows.append(bytes_of(np.ascontiguousarray(indices, np.int64)))
+            is_ready = indices.dtype == _INT64 and indices.flags.c_contiguous
+            rows.append(bytes_of(indices if is_ready else np.ascontiguousarray(indices, np.int64)))
     return [b"".join(packed), *rows]
 
 
@@ -279,6 +284,16 @@ def _place_of(number: int) -> Where:
         return Where(number)
     except ValueError:
         raise ProtocolError(f"A peer sent what cannot be read: {number}") from None
+
+
+def doubted(tokens: Sequence[Token]) -> list[Any]:
+    """The answer in place of values that attempts may have changed in part."""
+    return [b"".join([_CODES[Outcome.DOUBTFUL], *(_ATTEMPT.pack(*t) for t in tokens)])]
+
+
+def read_doubted(buffers: Buffers) -> list[Token]:
+    """The attempts that must be settled."""
+    return [Token(*found) for found in _unpacked(_ATTEMPT, buffers[0], 1)]
 
 
 # -- writing -------------------------------------------------------------------------------------------
@@ -324,6 +339,11 @@ def read_push(
         return Token(closure, attempt), updates, bytes(buffers[1])
     except (struct.error, ValueError, IndexError) as error:
         raise ProtocolError(f"A peer sent updates that cannot be read: {error}") from None
+
+
+def token_of(buffers: Buffers) -> Token:
+    """The attempt of a request that was performed."""
+    return Token(*_TOKEN.unpack_from(buffers[0])[1:])
 
 
 def about(kind: Kind, token: Token) -> bytes:

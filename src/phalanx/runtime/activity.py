@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from phalanx.runtime import laboratory
+
 
 class Watcher(Protocol):
     """Where the phase and the number of steps are written."""
@@ -33,6 +35,12 @@ def watched_by(watcher: Watcher, check: Callable[[], None] | None = None) -> Non
     watcher.step = 0
     _watchers[:] = [watcher]
     _checks[:] = [] if check is None else [check]
+
+
+def watched_by_none() -> None:
+    """Tell no watcher any more."""
+    _watchers.clear()
+    _checks.clear()
 
 
 def check() -> None:
@@ -75,3 +83,4 @@ def count_steps(count: int = 1) -> None:
     """Some steps of all replicas have begun."""
     for watcher in _watchers:
         watcher.step = (watcher.step or 0) + count
+    laboratory.reach("step")

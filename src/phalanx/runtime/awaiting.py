@@ -5,15 +5,19 @@ program between workers may never finish: gloo does not free a send that was und
 connection ended. So another thread waits in native code, and the one that called looks around from
 time to time.
 
-Such a thread must be back before Python ends: CPython up to 3.13 aborts the process if it comes back
-later. One that is not, some seconds after the program's own end, ends with the process.
+Such a thread should be back before Python ends: CPython up to 3.13 aborts the process if it comes back
+while Python ends, and C++ may wait for it afterwards. One that is not, a moment after the program's own
+end, is put to sleep where it is. The process ends as soon as Python has, with the program's own code.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -23,19 +27,20 @@ from typing import Any
 from phalanx.runtime.deadlines import STUCK_EXIT_CODE
 from phalanx.runtime.interrupts import Bell, start
 
-__all__ = ["Waiter"]
+__all__ = ["Waiter", "is_any_left"]
 
 _LOOK_EVERY = 0.1  # seconds
-_PATIENCE_AT_EXIT = 5.0  # seconds
+_PATIENCE_AT_EXIT = 2.0  # seconds
 
 
 class _Awaited:
     """An array that is waited for, and what became of it."""
 
-    __slots__ = ("array", "error", "is_over", "over")
+    __slots__ = ("array", "error", "is_over", "over", "thread")
 
     def __init__(self, array: Any) -> None:
         self.array = array
+        self.thread = 0
         self.error: BaseException | None = None
         self.is_over = False
         self.over = Bell()
@@ -76,6 +81,11 @@ class Waiter:
             raise awaited.error
 
 
+def is_any_left() -> bool:
+    """Whether a thread waits for a program that the process has left."""
+    return any(not each.is_over for each in _left)
+
+
 def _look_until_over(awaited: _Awaited, look: Callable[[], None]) -> None:
     while not awaited.over.wait(_LOOK_EVERY):
         look()
@@ -90,6 +100,7 @@ def _new_thread() -> queue.SimpleQueue[_Awaited | None]:
 
 def _serve(work: queue.SimpleQueue[_Awaited | None]) -> None:
     while (awaited := work.get()) is not None:
+        awaited.thread = threading.get_ident()
         try:
             awaited.array.block_until_ready()
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
@@ -103,13 +114,40 @@ def _serve(work: queue.SimpleQueue[_Awaited | None]) -> None:
 @atexit.register
 def _end() -> None:
     end = time.monotonic() + _PATIENCE_AT_EXIT
-    for awaited in _left:
-        if not awaited.is_over and not awaited.over.wait(max(0.0, end - time.monotonic())):
-            print(
-                "phalanx: A program between workers has not come back, although this process has left "
-                f"it and is at its end. It ends with exit code {STUCK_EXIT_CODE}.",
-                file=sys.stderr,
-            )
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(STUCK_EXIT_CODE)
+    stuck = [x for x in _left if not x.is_over and not x.over.wait(max(0.0, end - time.monotonic()))]
+    if not stuck:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none, or no more
+            stream.flush()
+    if not _leave_behind(stuck):
+        print(
+            "phalanx: A program between workers has not come back, although this process has left it "
+            f"and is at its end. It ends with exit code {STUCK_EXIT_CODE}.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(STUCK_EXIT_CODE)
+
+
+def _leave_behind(stuck: list[_Awaited]) -> bool:
+    """Let the process be gone when Python has ended, with its exit code; whether the system can.
+
+    The C library calls `_exit` with the code then, before it destroys what threads may still use. Only
+    that of GNU passes the code on. Until then the threads must not come back to Python. A signal makes
+    them sleep in native code: its handler is `sleep`, which takes the signal's number for seconds.
+    """
+    library = ctypes.CDLL(None)
+    try:
+        on_exit, handle = library.on_exit, library.signal
+        leave, sleep = (ctypes.cast(x, ctypes.c_void_p) for x in (library._exit, library.sleep))
+    except AttributeError:
+        return False
+    library.fflush(None)
+    number = signal.SIGRTMAX
+    handle.restype = ctypes.c_void_p
+    handle(int(number), sleep)
+    for awaited in stuck:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pthread_kill(awaited.thread, number)
+    return int(on_exit(leave, None)) == 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _LONGEST = 500
@@ -80,3 +81,18 @@ def bytes_text(count: float) -> str:
         if count >= unit:
             return f"{count / unit:.3g} {name}"
     return f"{count:.0f} B"
+
+
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
+    """A table for notebooks, with a note below it.
+
+    >>> html_table(["a"], [["<b>"]], "note")
+    '<table><tr><th>a</th></tr><tr><td>&lt;b&gt;</td></tr></table><p>note</p>'
+    """
+
+    def row(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    body = "".join(row(cells, "td") for cells in rows)
+    below = f"<p>{html.escape(note)}</p>" if note else ""
+    return f"<table>{row(heads, 'th') if heads else ''}{body}</table>{below}"

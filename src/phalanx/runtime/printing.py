@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from phalanx.runtime import compat
+from phalanx.runtime.formatting import html_table
 
 
 def format_components(name: str, components: Sequence[str]) -> str:
@@ -26,6 +27,12 @@ def format_component(x: Any, how: Callable[[Any], str]) -> str:
     if how is str:
         return f"Array({_own_lines(str(np.asarray(x)))}, shape={x.shape}, dtype={x.dtype})"
     return f"<Array: shape={x.shape}, dtype={x.dtype}, numpy={describe_numpy(x)}>"
+
+
+def components_html(value: Any) -> str:
+    """A value that has a component for each replica, as a table for notebooks."""
+    rows = [(str(i), format_component(v, repr)) for i, v in enumerate(value.values)]
+    return html_table(("replica", type(value).__name__), rows)
 
 
 def describe_numpy(x: jax.Array) -> str:

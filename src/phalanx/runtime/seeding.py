@@ -27,22 +27,7 @@ _global = _Global()
 
 
 def set_seed(seed: int | None) -> None:
-    """Make everything random that names no seed reproducible: shuffles, and `px.random.next_key`.
-
-    Programs that ask for random things in the same order get the same ones; so do the workers of a job.
-
-    Args:
-        seed: an integer; None goes back to other numbers in every run.
-
-    Examples:
-        >>> import phalanx as px
-        >>> def shuffled():
-        ...     px.random.set_seed(1)
-        ...     return [int(x) for x in px.data.Dataset.range(5).shuffle(5)]
-        >>> shuffled() == shuffled()
-        True
-        >>> px.random.set_seed(None)
-    """
+    """See `px.random.set_seed`."""
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer)):
         raise InvalidTypeError(f"seed must be an integer or None. Received: {shown(seed)}")
     with _global.lock:

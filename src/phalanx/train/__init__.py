@@ -5,7 +5,9 @@
 * ``loss_functions`` and ``losses``; ``keras_optimizers`` and ``schedules``
 * ``loop``, ``snapshot``
 * ``checkpoints``; ``preemption`` and ``termination``, which save in time; ``weights``
-* ``module``; ``summaries`` and ``event_files`` for TensorBoard, ``loggers``, ``progress``, ``overview``
+* ``module``; ``summaries`` and ``event_files`` for TensorBoard, ``loggers``, ``progress``,
+  ``profiling``, ``overview``
+* ``elastic_training``: training with workers that come and go
 """
 
 from phalanx.cluster import ClusterDef, ClusterSpec, JobDef, ServerDef
@@ -31,6 +33,8 @@ from phalanx.train.checkpoints.reader import (
 )
 from phalanx.train.checkpoints.state import latest_checkpoint
 from phalanx.train.checkpoints.status import CheckpointStatus
+from phalanx.train.elastic_training.context import ElasticContext
+from phalanx.train.elastic_training.session import elastic
 from phalanx.train.gradient_communication import GradientCommunication
 from phalanx.train.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from phalanx.train.loop import LoopResults, loop
@@ -38,6 +42,7 @@ from phalanx.train.metrics import Mean, Metric, Sum
 from phalanx.train.optimizer import Optimizer
 from phalanx.train.overview import Overview, summary
 from phalanx.train.precision import LossScale, Policy
+from phalanx.train.profiling import Profile
 from phalanx.train.progress import Progress
 from phalanx.train.replica_agreement import broadcast_parameters, repeated_loss
 from phalanx.train.sharding import OptimizerSharding
@@ -55,6 +60,7 @@ __all__ = [
     "CheckpointStatus",
     "ClusterDef",
     "ClusterSpec",
+    "ElasticContext",
     "Example",
     "Feature",
     "Features",
@@ -71,6 +77,7 @@ __all__ = [
     "OptimizerSharding",
     "Overview",
     "Policy",
+    "Profile",
     "Progress",
     "ServerDef",
     "Sum",
@@ -79,6 +86,7 @@ __all__ = [
     "broadcast_parameters",
     "checkpoints_iterator",
     "convert_checkpoint",
+    "elastic",
     "export_weights",
     "latest_checkpoint",
     "list_variables",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ from phalanx.errors import (
     NoReplicaContextError,
     UnsupportedError,
 )
-from phalanx.execution.gradients import value_and_grad, with_values
+from phalanx.execution.gradients import value_and_grad
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 from phalanx.train.accumulate import accumulated
+from phalanx.train.extra_arguments import Extra, ExtraArguments
 from phalanx.train.gradient_communication import GradientCommunication, dense
+from phalanx.train.line_search import ReplicaLoss
 from phalanx.train.making_states import made_state
 from phalanx.train.optimizer_arguments import (
     check_extra,
@@ -37,7 +39,7 @@ from phalanx.train.optimizer_arguments import (
     raise_missing,
 )
 from phalanx.train.optimizer_counting import CountingOptimizer
-from phalanx.train.optimizer_state import asks_for_more, with_rate
+from phalanx.train.optimizer_state import asked_for, with_rate
 from phalanx.train.optimizer_updates import Updates
 from phalanx.train.precision import LossScale
 from phalanx.train.server_updates import ServerUpdates
@@ -45,14 +47,6 @@ from phalanx.train.sharded_optimizer import ShardedUpdates, check_slices
 from phalanx.train.sharding import OptimizerSharding, as_sharding
 
 _AGGREGATIONS = {"sum": ReduceOp.SUM, "mean": ReduceOp.MEAN, None: None}
-
-
-class _Extra(NamedTuple):
-    """What a transformation is told besides gradients: arrays, how they lie, and functions."""
-
-    arrays: list[Any]
-    form: Any
-    functions: dict[str, Any]
 
 
 class Optimizer(CountingOptimizer):
@@ -192,13 +186,13 @@ class Optimizer(CountingOptimizer):
                 "Parameter servers keep the state of an optimizer themselves, each for its own "
                 f"variables. Leave out shard=…. Received: {shown(self.shard)}"
             )
-        self._servers = ServerUpdates(self.transform, strategy)
+        self._servers = ServerUpdates(self.transform, strategy, self._rate)
         self._iterations = self._servers.iterations
         self._is_built = True
 
     @functools.cached_property
-    def _asks_for_more(self) -> bool:
-        return asks_for_more(self.transform)
+    def _asked_for(self) -> frozenset[str]:
+        return asked_for(self.transform)
 
     # -- the usual way: variables --------------------------------------------------------------------
 
@@ -247,9 +241,9 @@ class Optimizer(CountingOptimizer):
             self._push(context, variables[0].distribute_strategy, variables, gradients, op)
             return
         self._prepare(context, variables)
-        if self._asks_for_more and not extra_args:
+        if self._asked_for and not extra_args:
             raise_missing(self.transform)
-        check_extra(extra_args, context.num_replicas_in_sync, self._slices is not None)
+        check_extra(extra_args, context.num_replicas_in_sync)
         self._meet_to_apply(context, variables, gradients, op, extra_args)
 
     def _prepare(self, context: ReplicaContext, variables: list[Variable]) -> None:
@@ -273,15 +267,14 @@ class Optimizer(CountingOptimizer):
         op: ReduceOp | None,
         extra: dict[str, Any],
     ) -> None:
-        functions = {name: x for name, x in extra.items() if callable(x)}
-        arrays, form = jax.tree.flatten({k: x for k, x in extra.items() if k not in functions})
+        more = ExtraArguments(extra, is_compiled(context))
         count = len(gradients)
 
         def apply(strategy: Strategy, *given: Any) -> None:
-            more = _Extra(list(given[count:]), form, functions)
-            transactions.atomically(self._apply, strategy, variables, given[:count], op, more)
+            known = more.met(given[count:], op)
+            transactions.atomically(self._apply, strategy, variables, given[:count], op, known)
 
-        given = (*gradients, *map(jnp.asarray, arrays))
+        given = (*gradients, *more.sent)
         meet(context, MergePoint(_described(variables), apply, given, {}))
 
     def _push(
@@ -329,7 +322,7 @@ class Optimizer(CountingOptimizer):
         value, gradients = value_and_grad(lambda: self.scale_loss(loss()), listed)()
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         extra: dict[str, Any] = {}
-        if self._asks_for_more:
+        if self._asked_for:
             extra = self._told_of(
                 lambda: self.scale_loss(loss()) / scale, listed, value / scale, gradients
             )
@@ -341,12 +334,9 @@ class Optimizer(CountingOptimizer):
     ) -> dict[str, Any]:
         """What a transformation may ask for besides gradients."""
         context = ctx.get_replica_context()
-        if context is None or context.num_replicas_in_sync > 1:
+        if context is None or "value_fn" not in self._asked_for:
             return {"value": value}
-
-        def value_fn(values: list[Any]) -> Any:
-            return with_values(loss, variables, values)
-
+        value_fn = ReplicaLoss(loss, variables, context)
         return {"value": value, "grad": gradients, "value_fn": value_fn}
 
     def minimize_in_pieces(
@@ -404,14 +394,18 @@ class Optimizer(CountingOptimizer):
         variables: list[Variable],
         gradients: Sequence[Any],
         op: ReduceOp | None,
-        extra: _Extra,
+        extra: Extra,
     ) -> None:
         """The update, in cross-replica context."""
         self.communication.tell_norms(strategy, gradients, variables)
         if self._slices is not None:
             given = dict(zip(map(id, variables), gradients, strict=True))
             more = [] if self.loss_scale is None else self.loss_scale.variables
-            update = self._updates.whole if self.loss_scale is None else self._updates.scaled
+            updates, plain = self._updates, self.loss_scale is None
+            update: Any = updates.whole if plain else updates.scaled
+            if extra.arrays or extra.functions:
+                known = extra.combined(strategy, op, variables[0]).keywords
+                update = functools.partial(updates.values if plain else updates.scaled_values, **known)
             self._slices.apply(strategy, op, given, update, more)
         else:
             self._apply_whole(strategy, variables, gradients, op, extra)
@@ -425,25 +419,23 @@ class Optimizer(CountingOptimizer):
         variables: list[Variable],
         gradients: Sequence[Any],
         op: ReduceOp | None,
-        extra: _Extra,
+        extra: Extra,
     ) -> None:
         """Every replica makes the whole update."""
         lead = variables[0]
         if op is not None:
             pairs = list(zip(gradients, variables, strict=True))
             gradients = self.communication.combined(strategy, op, pairs)
-            if extra.arrays:
-                known = [(x, lead) for x in extra.arrays]
-                extra = extra._replace(arrays=list(strategy.extended.batch_reduce_to(op, known)))
+        extra = extra.combined(strategy, op, lead)
         by_variable = dict(zip(map(id, variables), gradients, strict=True))
 
         def on_copy(_: Variable, *mine: Any) -> None:
             given = dict(zip(by_variable, mine, strict=False))
-            self._update_copy(given, extra._replace(arrays=list(mine[len(given) :])))
+            self._update_copy(strategy, given, extra._replace(arrays=list(mine[len(given) :])))
 
         strategy.extended.update(lead, on_copy, args=(*by_variable.values(), *extra.arrays))
 
-    def _update_copy(self, given: dict[int, Any], extra: _Extra) -> None:
+    def _update_copy(self, strategy: Strategy, given: dict[int, Any], extra: Extra) -> None:
         """Update the copies of one device."""
         params = [v.value() for v in self._variables]
         grads = [
@@ -451,12 +443,13 @@ class Optimizer(CountingOptimizer):
             for v, p in zip(self._variables, params, strict=True)
         ]
         state = jax.tree.map(lambda v: v.value() if isinstance(v, Variable) else v, self._state)
-        update: Any = self._updates.whole
-        scaled: Any = self._updates.scaled
-        more = jax.tree.unflatten(extra.form, extra.arrays)
+        updating, updates = strategy.extended._updating, self._updates
+        update: Any = updating(updates.values, updates.whole)
+        scaled: Any = updating(updates.scaled_values, updates.scaled)
+        more = extra.nest
         if extra.functions:  # which have arrays of this step in them, so no program can be kept
-            update = functools.partial(self._updates.values, functions=extra.functions)
-            scaled = functools.partial(self._updates.scaled_values, functions=extra.functions)
+            update = functools.partial(updates.values, functions=extra.functions)
+            scaled = functools.partial(updates.scaled_values, functions=extra.functions)
         if self.loss_scale is None:
             new_params, new_state = update(grads, state, params, more)
         else:

@@ -69,20 +69,14 @@ def raise_missing(transform: Any) -> NoReturn:
     )
 
 
-def check_extra(extra: dict[str, Any], replicas: int, is_divided: bool) -> None:
+def check_extra(extra: dict[str, Any], replicas: int) -> None:
     """Refuse extra arguments that an optimizer cannot pass on."""
-    if extra and is_divided:
-        raise UnsupportedError(
-            "An optimizer that is divided over replicas takes no more than gradients. Leave out "
-            f"shard=…. Received: {', '.join(extra)}"
-        )
     functions = [name for name, x in extra.items() if callable(x)]
     if functions and replicas > 1:
         raise UnsupportedError(
-            "A line search computes the loss again and again during the update, and a replica knows "
-            "only its part of the batch. Use a transformation without one, such as "
-            "optax.lbfgs(learning_rate, linesearch=None), or a single replica. "
-            f"Received: {', '.join(functions)} on {replicas} replicas"
+            "A line search computes the loss again and again during the update, and this function "
+            "knows a replica's part of the batch only. Call optimizer.minimize(loss, variables), which "
+            f"asks all replicas. Received: {', '.join(functions)} on {replicas} replicas"
         )
 
 

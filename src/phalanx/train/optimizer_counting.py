@@ -13,7 +13,7 @@ from phalanx.core.options import VariableAggregation
 from phalanx.core.replica_context import MergePoint, meet
 from phalanx.core.strategy import Strategy
 from phalanx.core.variables import Variable
-from phalanx.errors import InvalidTypeError, UnsupportedError
+from phalanx.errors import InvalidTypeError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_number
@@ -69,7 +69,8 @@ class CountingOptimizer:
         """The learning rate: a variable once there is a state, and a number before that.
 
         Assign to it to change it, also between the steps of a compiled function. The transformation
-        must have it in its state: that of `px.optimizers`, or of `optax.inject_hyperparams`.
+        must have it in its state: that of `px.optimizers`, or of `optax.inject_hyperparams`. Parameter
+        servers have it for the updates that come to them later; set it in the coordinator's program.
         """
         if self._is_built and self._servers is None:
             rate = find_rate(self._state)
@@ -89,13 +90,13 @@ class CountingOptimizer:
                 "The learning rate follows a schedule, which the next step would go back to. Make the "
                 f"optimizer with a number to set it. Received: {shown(value)}"
             )
+        on_servers = self._servers is not None
+        known = on_servers or not compat.is_tracer(value)
+        given = check_number(value, "learning_rate", 0.0, 1e30) if known else value
         if self._servers is not None:
-            raise UnsupportedError(
-                "Parameter servers keep the learning rate beside each variable. Give the optimizer a "
-                f"schedule, which they follow: px.optimizers.schedules. Received: {shown(value)}"
-            )
-        given = value if compat.is_tracer(value) else check_number(value, "learning_rate", 0.0, 1e30)
-        if self._is_built:
+            self._servers.set_rate(self.transform, given)
+            self._rate = given
+        elif self._is_built:
             find_rate(self._state).assign(jnp.float32(given))  # type: ignore[union-attr]
         else:
             self._rate = given

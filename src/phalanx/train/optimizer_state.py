@@ -16,7 +16,7 @@ from phalanx.errors import ContextError
 from phalanx.runtime.formatting import shown
 
 __all__ = [
-    "asks_for_more",
+    "asked_for",
     "find_rate",
     "is_scheduled",
     "no_rate",
@@ -105,17 +105,27 @@ def no_rate(transform: Any) -> ContextError:
     )
 
 
-def asks_for_more(transform: optax.GradientTransformation) -> bool:
-    """Whether a transformation needs more than gradients, state and parameters, such as the loss.
+def asked_for(transform: optax.GradientTransformation) -> frozenset[str]:
+    """What a transformation needs besides gradients, state and parameters: the loss, or a line search.
 
-    >>> asks_for_more(optax.adam(1e-3)), asks_for_more(optax.lbfgs())
-    (False, True)
+    >>> sorted(asked_for(optax.adam(1e-3))), sorted(asked_for(optax.lbfgs()))
+    ([], ['grad', 'value', 'value_fn'])
+    >>> sorted(asked_for(optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())))
+    ['value']
     """
     like = [jax.ShapeDtypeStruct((2,), jnp.float32)]
-    try:
-        jax.eval_shape(transform.update, like, jax.eval_shape(transform.init, like), like)
-    except TypeError as error:
-        return "required keyword-only argument" in str(error)
-    except Exception:  # noqa: BLE001 - it does not like these shapes, which says nothing
+    value = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def lacks_something(**given: Any) -> bool:
+        try:
+            state = jax.eval_shape(transform.init, like)
+            jax.eval_shape(transform.update, like, state, like, **given)
+        except TypeError as error:
+            return "required keyword-only argument" in str(error)
+        except Exception:  # noqa: BLE001 - it does not like these shapes, which says nothing
+            return False
         return False
-    return False
+
+    if not lacks_something():
+        return frozenset()
+    return frozenset({"value", "grad", "value_fn"} if lacks_something(value=value) else {"value"})

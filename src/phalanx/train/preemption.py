@@ -18,22 +18,19 @@ from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.core import context as ctx
 from phalanx.core.variables import Variable
 from phalanx.errors import (
-    DeadlineExceededError,
     InvalidArgumentError,
     InvalidTypeError,
     UnsupportedError,
 )
-from phalanx.job.bootstrap import JobConnection
 from phalanx.job.connection import connected
 from phalanx.job.hub.descriptions import PREEMPTION
-from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import Bell, start
+from phalanx.train.agreed_stop import AgreedStop
 from phalanx.train.checkpoints.checkpoint import Checkpoint
 from phalanx.train.checkpoints.manager import CheckpointManager
 from phalanx.train.termination import (
     RESTARTABLE_EXIT_CODE,
-    StopAgreement,
     TerminationConfig,
     training_seconds,
 )
@@ -113,9 +110,8 @@ class PreemptionCheckpointHandler:
                 setattr(checkpoint, _COUNTER, Variable(np.int32(0), trainable=False, name=_COUNTER))
         self._calls: Variable = getattr(checkpoint, _COUNTER)
         self._connection = connected()
-        rank, size = (0, 1) if self._connection is None else _place(self._connection)
-        self._agreement = StopAgreement(rank, size)
-        self._changed = threading.Condition(threading.RLock())
+        remedy = "Make a PreemptionCheckpointHandler on every worker."
+        self._stop = AgreedStop(self._connection, _PROMISE, remedy)
         self._positions: dict[str, Any] | None = None
         self._step_seconds = self._save_seconds = 0.0
         self._is_noticed = self._is_closed = self._is_saved = self._is_warned = False
@@ -141,13 +137,12 @@ class PreemptionCheckpointHandler:
             **kwargs: its keyword arguments.
         """
         self._stop_if_over(self._positions)
-        with self._changed:
-            self._agreement.begin()
+        self._stop.begin()
         begun = time.monotonic()
         result = distributed_train_function(*args, **kwargs)
         self._step_seconds = time.monotonic() - begun
         self._calls.assign_add(1)
-        if self._is_noticed or self._agreement.is_pending:
+        if self._is_noticed or self._stop.is_pending:
             self._positions = self._manager.checkpoint.positions()
         return result
 
@@ -157,8 +152,7 @@ class PreemptionCheckpointHandler:
         For programs that do not use `run`. The arguments are those of `CheckpointManager.save`, or of
         `TerminationConfig.save_fn`.
         """
-        with self._changed:
-            self._agreement.begin()
+        self._stop.begin()
         self._calls.assign_add(1)
         self._stop_if_over(None, *args, **kwargs)
 
@@ -171,8 +165,8 @@ class PreemptionCheckpointHandler:
         """Give a notice, as a signal would. Any thread may call this."""
         self._is_noticed = True
         self._bell.ring()
-        if self._agreement.size == 1 and not self._config.grace_period:
-            self._announce()
+        if self._stop.agreement.size == 1 and not self._config.grace_period:
+            self._stop.announce()
 
     def close(self) -> None:
         """Give back signal handlers and the thread."""
@@ -181,9 +175,9 @@ class PreemptionCheckpointHandler:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        self._stop.close()
         if self._connection is not None:
-            for name in (PREEMPTION, _PROMISE):
-                self._connection.member.when_told(name, None)
+            self._connection.member.when_told(PREEMPTION, None)
 
     # -- notices ---------------------------------------------------------------------------------
 
@@ -194,7 +188,6 @@ class PreemptionCheckpointHandler:
         if self._connection is not None:
             member = self._connection.member
             member.when_told(PREEMPTION, lambda rank, value: self.notify())
-            member.when_told(_PROMISE, self._told)
         thread = threading.Thread(target=self._watch, name="phalanx-preemption", daemon=True)
         start(thread)
 
@@ -220,7 +213,7 @@ class PreemptionCheckpointHandler:
         while not self._is_closed and (left := end - time.monotonic()) > 0:
             self._bell.wait(left)
         if not self._is_closed:
-            self._announce()
+            self._stop.announce()
 
     def _asked(self) -> bool:
         """What the watch function says. One that fails is asked again: signals count all the same."""
@@ -237,32 +230,13 @@ class PreemptionCheckpointHandler:
             self._is_warned = True
             return False
 
-    def _announce(self) -> None:
-        """Tell the others, unless they know."""
-        with self._changed:
-            self._tell(self._agreement.notice())
-
-    def _told(self, rank: int | None, promise: Any) -> None:
-        """Another worker has told how far it is."""
-        if rank is None:
-            return
-        with self._changed:
-            self._tell(self._agreement.told(rank, int(promise)))
-
-    def _tell(self, promise: int | None) -> None:
-        if promise is not None and self._connection is not None:
-            self._connection.member.tell(_PROMISE, promise)
-        self._changed.notify_all()
-
     # -- the end ---------------------------------------------------------------------------------
 
     def _stop_if_over(self, positions: dict[str, Any] | None, *args: Any, **kwargs: Any) -> None:
-        agreement = self._agreement
         if self._is_noticed and not self._config.grace_period:
-            self._announce()
-        if agreement.is_pending and not (agreement.may_begin or agreement.is_over):
-            self._wait_for_answers()
-        if agreement.is_over and not self._is_saved:
+            self._stop.announce()
+        self._stop.wait_for_answers()
+        if self._stop.is_over and not self._is_saved:
             self._is_saved = True
             begun = time.monotonic()
             self._save(positions, *args, **kwargs)
@@ -276,27 +250,6 @@ class PreemptionCheckpointHandler:
             exit_fn = self._config.exit_fn
             sys.exit(RESTARTABLE_EXIT_CODE) if exit_fn is None else exit_fn()
 
-    def _wait_for_answers(self) -> None:
-        agreement, seconds = self._agreement, worker_deadline()
-        assert self._connection is not None
-        connection = self._connection
-        end = time.monotonic() + seconds
-        with self._changed:
-            while agreement.last is None and time.monotonic() < end:
-                self._changed.wait(0.1)
-                connection.member.check()
-        if agreement.last is None:
-            silent = [
-                connection.roster[rank]["worker"]
-                for rank in range(agreement.size)
-                if rank not in agreement.promises
-            ]
-            raise DeadlineExceededError(
-                f"{', '.join(silent)} did not say within {seconds:g} seconds (PHALANX_DEADLINE) after "
-                "which step to stop. Make a PreemptionCheckpointHandler on every worker. "
-                f"Received: a notice after {agreement.started} steps"
-            )
-
     def _save(self, positions: dict[str, Any] | None, *args: Any, **kwargs: Any) -> None:
         self._manager.sync()
         if self._config.save_fn is not None:
@@ -306,10 +259,6 @@ class PreemptionCheckpointHandler:
         else:
             self._manager.save_at(positions=positions)
         self._manager.sync()
-
-
-def _place(connection: JobConnection) -> tuple[int, int]:
-    return connection.rank, connection.size
 
 
 def _check_cluster(resolver: ClusterResolver | None) -> None:

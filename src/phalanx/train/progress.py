@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -17,22 +17,29 @@ from rich.progress import (
 )
 
 from phalanx.collectives import groups
+from phalanx.comm import functional
 from phalanx.runtime.numbers import check_integer
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "slow_worker"]
+
+_SHORT = 0.005  # seconds; a busy machine makes any worker this late
+_SHARE = 0.1  # of a step
 
 
 class Progress:
     """Shows how far training is: a bar with the step, the loss, examples per second and the time left.
 
     Of the workers of a job only the first one shows it. Reading a loss waits for its step, so only one
-    update in `every` reads it.
+    update in `every` reads it. From time to time the workers meet, and the bar tells which of them came
+    last and how long the others had waited for it: its input or its Python code is slow. So all workers
+    must update their bars equally often.
 
     Args:
         total: how many steps there will be; None if that is not known.
         batch_size: examples of a step, of all replicas together.
         description: what stands in front of the bar.
         every: how many updates come between two looks at the numbers.
+        compare: how many updates come between two meetings of the workers; 0 for none.
         console: where to write; rich's console on the standard error by default.
         clock: what tells the time in seconds.
 
@@ -51,21 +58,28 @@ class Progress:
         batch_size: int | None = None,
         description: str = "training",
         every: int = 1,
+        compare: int = 20,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = None if total is None else check_integer(total, "total", 0)
         self._batch = None if batch_size is None else check_integer(batch_size, "batch_size", 1)
         self._every = check_integer(every, "every", 1)
+        self._compare = check_integer(compare, "compare", 0)
+        self._waited = 0.0  # of this worker, at the last meeting
+        self._met = (0, 0.0)  # the step and the time of the last meeting
         self._description, self._clock = description, clock
         self._console = console or Console(stderr=True)
         self._bar: Bar | None = None
         self._began = 0.0
         self.step = 0
         self.text = ""
+        self.slow = ""
+        """Which worker the others wait for, and how long; empty if there is none."""
 
     def __enter__(self) -> Self:
         self._began = self._clock()
+        self._met = (self.step, self._began)
         if not groups.is_initialized() or groups.world().rank == 0:
             self._bar = Bar(
                 TextColumn("{task.description}"),
@@ -87,6 +101,8 @@ class Progress:
     def update(self, steps: int = 1, **numbers: Any) -> None:
         """Count steps, and show numbers such as ``loss=loss``; metrics are read."""
         before, self.step = self.step, self.step + check_integer(steps, "steps", 0)
+        if self._compare and before // self._compare != self.step // self._compare:
+            self._meet()
         if self._bar is None:
             return
         if before // self._every != self.step // self._every:
@@ -104,4 +120,37 @@ class Progress:
             parts.append(f"{self.step * self._batch / taken:.4g} examples/s")
         elif taken > 0:
             parts.append(f"{self.step / taken:.4g} steps/s")
-        return ", ".join(parts)
+        return ", ".join([*parts, *([self.slow] if self.slow else [])])
+
+    def _meet(self) -> None:
+        """Wait for the other workers, and learn how long each of them has waited.
+
+        The answer is that of the meeting before: only after a meeting is it known who came last.
+        """
+        if not groups.is_initialized() or groups.world().size == 1:
+            return
+        began = self._clock()
+        mine = np.array([self._waited, began - self._met[1], self.step - self._met[0]])
+        parts, _ = functional.all_gather(mine)
+        self._waited = self._clock() - began
+        self._met = (self.step, self._clock())
+        waits = np.stack([np.asarray(part) for part in parts or [mine]])
+        self.slow = slow_worker(waits[:, 0].tolist(), float(waits[:, 1].mean() / max(waits[0, 2], 1)))
+
+
+def slow_worker(waits: Sequence[float], seconds_per_step: float) -> str:
+    """Which worker came last to a meeting, in words; empty if all came at about the same time.
+
+    Args:
+        waits: how many seconds each has waited for the others.
+        seconds_per_step: how long a step takes.
+
+    >>> slow_worker([0.2, 0.0, 0.19], 0.5)
+    'worker 1 is late by 0.2 s'
+    >>> slow_worker([0.001, 0.0], 0.5)
+    ''
+    """
+    late = max(waits) - min(waits)
+    if late < max(_SHORT, _SHARE * seconds_per_step):
+        return ""
+    return f"worker {int(np.argmin(waits))} is late by {late:.2g} s"

@@ -6,6 +6,7 @@ workers push whenever they are ready. So a transformation must treat each variab
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -28,6 +29,7 @@ from phalanx.parameter_server.sharded_variable import ShardedVariable
 from phalanx.runtime import compat, program_parts
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+from phalanx.train.optimizer_state import find_rate
 
 __all__ = ["ServerUpdates", "couples_rows", "couples_variables"]
 
@@ -40,10 +42,14 @@ class ServerUpdates:
     Args:
         transform: what the servers apply.
         strategy: whose variables they are.
+        rate: the learning rate, if it was set.
     """
 
     def __init__(
-        self, transform: optax.GradientTransformation, strategy: ParameterServerStrategy
+        self,
+        transform: optax.GradientTransformation,
+        strategy: ParameterServerStrategy,
+        rate: float | None = None,
     ) -> None:
         if current_closure() is not None:
             raise ContextError(
@@ -62,9 +68,11 @@ class ServerUpdates:
         self._couples_rows = couples_rows(transform)
         extended = strategy.extended
         self._id = extended.next_optimizer()
-        definition = OptimizerDefinition(self._id, cloudpickle.dumps(transform))
+        self._definition = OptimizerDefinition(
+            self._id, cloudpickle.dumps(transform), _rate_of(transform, rate)
+        )
         with extended.home.in_turn() as servers:
-            servers.define_optimizer(definition)
+            servers.define_optimizer(self._definition)
         # Where a variable is anyway: a step that changes variables of one server concerns no other.
         near = extended.first_variable
         place = nullcontext() if near is None else ctx.colocation(near)
@@ -77,6 +85,18 @@ class ServerUpdates:
             )
         assert isinstance(self.iterations, RemoteVariable)
         extended.free_with(self.iterations, self._id)
+
+    def set_rate(self, transform: optax.GradientTransformation, rate: float) -> None:
+        """Let all servers have another learning rate, for the updates that come to them from now on."""
+        if current_closure() is not None:
+            raise ContextError(
+                "A scheduled function cannot set the learning rate, because it may run several times "
+                "and beside others. Set it in the coordinator's program, or give the optimizer a "
+                f"schedule: px.optimizers.schedules. Received: {rate}"
+            )
+        self._definition = dataclasses.replace(self._definition, rate=_rate_of(transform, rate))
+        with self.strategy.extended.home.in_turn() as servers:
+            servers.define_optimizer(self._definition)
 
     def apply(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Push gradients, which have been combined over replicas."""
@@ -95,6 +115,15 @@ class ServerUpdates:
                 )
             variable.apply_gradient(gradient, self._id)
         self.iterations.assign_add(1)
+
+
+def _rate_of(transform: optax.GradientTransformation, rate: float | None) -> tuple[int, float] | None:
+    """Which leaf of the state of a variable is the learning rate, and what it is."""
+    if rate is None:
+        return None
+    state = transform.init(jnp.zeros(()))
+    known = find_rate(state)
+    return next(i for i, leaf in enumerate(jax.tree.leaves(state)) if leaf is known), float(rate)
 
 
 def couples_variables(transform: optax.GradientTransformation) -> bool:

@@ -42,15 +42,15 @@ def test_mirrored_on_more(name: str, replicas: int) -> None:
     check(name, mirrored(replicas))
 
 
-ELSEWHERE = {
-    "one device": lambda: px.OneDeviceStrategy("CPU:1"),
-    "central": lambda: px.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:2"),
+STRATEGIES = {
+    "central": lambda: px.CentralStorageStrategy(["CPU:0", "CPU:1", "CPU:2"], "CPU:0"),
     "planned": lambda: px.AutoParallelStrategy(devices=[f"CPU:{i}" for i in range(4)]),
+    "one device": lambda: px.OneDeviceStrategy("CPU:1"),
 }
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ELSEWHERE)
+@pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_other_strategies(name: str, kind: str) -> None:
-    check(name, ELSEWHERE[kind]())
+    check(name, STRATEGIES[kind]())

@@ -22,6 +22,7 @@ def run(folder: Path, options: list[str], *arguments: str) -> subprocess.Complet
     """What a job says that runs `launched.py`."""
     environment = {
         "XDG_RUNTIME_DIR": str(folder),
+        "XDG_STATE_HOME": str(folder / "state"),
         "JAX_PLATFORMS": "cpu",
         "KERAS_BACKEND": "jax",
         "PHALANX_DEADLINE": "60",

@@ -93,6 +93,21 @@ def test_a_model_that_is_not_lifted_is_refused(compiled: bool) -> None:
     assert px.function(lambda: relu(X))().shape == X.shape
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+def test_metrics_of_keras_are_refused_on_replicas(compiled: bool) -> None:
+    strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        metric = keras.metrics.Mean()
+
+    def call() -> Any:
+        return strategy.run(lambda: metric.update_state(1.0))
+
+    with pytest.raises(px.errors.ContextError, match=r"px\.metrics.*Received: 'mean"):
+        (px.function(call) if compiled else call)()
+    metric.update_state(3.0)
+    assert float(metric.result()) == 3.0
+
+
 def test_only_models_with_weights_can_be_lifted() -> None:
     with pytest.raises(ValueError, match="is not built"):
         px.keras.lift(keras.Sequential([keras.layers.Dense(1)]))

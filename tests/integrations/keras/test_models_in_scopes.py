@@ -269,6 +269,23 @@ def test_a_failing_callback_keeps_the_weights(error: type[BaseException]) -> Non
     assert same(model, expected)
 
 
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_a_callback_that_fails_without_training_keeps_the_weights(method: str) -> None:
+    class Fails(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            raise ZeroDivisionError("in the middle")
+
+        on_predict_batch_end = on_test_batch_end
+
+    model = fitted(in_scope(mirrored()))
+    before = model.get_weights()
+    data = (X, Y) if method == "evaluate" else (X,)
+    with pytest.raises(ZeroDivisionError, match="in the middle"):
+        getattr(model, method)(*data, verbose=0, callbacks=[Fails()])
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_failing_step_keeps_the_weights() -> None:
     class Fails(keras.layers.Layer):
         failing = False

@@ -17,7 +17,7 @@ from tests.processes import wait_gone
 from phalanx.job.hub.descriptions import Failure, Task
 from phalanx.job.hub.server import Hub
 from phalanx.job.launch.exit_policy import EndReason, Patience
-from phalanx.job.launch.launcher import Hosts, Job, JobOutcome, _judge, run_job
+from phalanx.job.launch.launcher import Hosts, Job, JobOutcome, judge, run_job
 from phalanx.job.launch.process_group import GroupOutcome
 from phalanx.job.launch.task_environment import job_tasks
 from phalanx.job.observer import Observer
@@ -308,13 +308,13 @@ def test_the_hub_knows_better_who_failed_first() -> None:
     tails = [["victim"], ["Traceback (most recent call last):", "E: x"], []]
     by_itself = [True, True, False]
     processes = GroupOutcome(1, [1, 9, -15], EndReason.FAILURE, 0, by_itself, tails)
-    plain = _judge(tasks, processes, None)
+    plain = judge(tasks, processes, None)
     assert (plain.culprit, plain.exit_code) == (tasks[0], 1)
-    blamed = _judge(tasks, processes, Failure("raised", "…", "worker 1"))
+    blamed = judge(tasks, processes, Failure("raised", "…", "worker 1"))
     assert (blamed.culprit, blamed.exit_code, blamed.report) == (tasks[1], 9, tails[1])
-    ended_by_us = _judge(tasks, processes, Failure("deadline", "…", "worker 2"))
+    ended_by_us = judge(tasks, processes, Failure("deadline", "…", "worker 2"))
     assert (ended_by_us.culprit, ended_by_us.exit_code) == (tasks[2], 1)
-    unknown = _judge(tasks, processes, Failure("mismatch", "…", ""))
+    unknown = judge(tasks, processes, Failure("mismatch", "…", ""))
     assert unknown.culprit == tasks[0]
 
 

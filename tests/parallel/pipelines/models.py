@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,3 +139,38 @@ def attend_on(p: Any, x: Any, before: Any) -> tuple[Any, Any]:
     mask = jnp.arange(k.shape[1])[None, :] <= last + jnp.arange(x.shape[1])[:, None]
     weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
     return x + jnp.einsum("bqk,bkd->bqd", weights, v), (k, v)
+
+
+def mixed(parts: int, seed: int) -> Model:
+    """Stages of random widths and kinds."""
+    r = random(seed)
+    widths = [WIDTH, *(int(r.integers(3, 7)) for _ in range(parts))]
+    kinds = [
+        lambda p, x: jnp.tanh(x @ p["w"]),
+        lambda p, x: jax.nn.relu(x) @ p["w"] * p["s"],
+        lambda p, x: x @ p["w"] + jnp.mean(x, -1, keepdims=True) * p["s"],
+    ]
+    params = [
+        {
+            "w": jnp.asarray(r.normal(size=(a, b)) / 2, jnp.float32),
+            "s": jnp.asarray(r.normal(size=b), jnp.float32),
+        }
+        for a, b in itertools.pairwise(widths)
+    ]
+
+    def batch(rows: int) -> tuple[Any, ...]:
+        r = random(rows)
+        return tuple(np.asarray(r.normal(size=(rows, n)), "float32") for n in (WIDTH, widths[-1]))
+
+    return Model([kinds[int(r.integers(3))] for _ in range(parts)], params, batch, mse)
+
+
+def loops(parts: int) -> Model:
+    """Stages that go through their layers in a loop."""
+    plain = equal(parts)
+
+    def stage(p: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, own: (layer(own, x), None), x, p)[0]
+
+    stacked = [jax.tree.map(lambda x: jnp.stack([x, x + 0.1]), p) for p in plain.params]
+    return Model([stage] * parts, stacked, plain.batch, mse)

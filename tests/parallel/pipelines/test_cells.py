@@ -21,6 +21,7 @@ from phalanx.parallel.pipelines.cells import (
     PipelineCell,
     PipelineGradReducer,
 )
+from phalanx.parallel.pipelines.stages import Stage
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,21 @@ def test_segments_are_chunks(scheduler: str) -> None:
     assert_close(cell.value_and_grad(PARAMS, *BATCH), expected())
     made = cell.pipelined.schedule
     assert (made.name, made.chunks) == ("interleaved" if scheduler == "1f1b" else scheduler, 2)
+
+
+def test_layers_that_carry_are_run_on_slices() -> None:
+    model = models.attention(2)
+    carrying = Stage(models.attend_on, carries=True)
+    net = {"a": carrying, "b": carrying, "loss": lambda _, y, target: models.mse(y, target)}
+    params = {"a": model.params[0], "b": model.params[1], "loss": {}}
+    stages(pipeline_config=config("seqpipe"))
+    cell = PipelineCell(net, 2, {"a": 0, "b": 1}, slices=2, devices=DEVICES[:2])
+    value, gradients = cell.value_and_grad(params, *model.batch(4))
+    wanted = jax.jit(jax.value_and_grad(model.whole))(model.params, *model.batch(4))
+    assert_close((value, [gradients["a"], gradients["b"]]), tuple(wanted))
+    assert cell.pipelined.schedule.slices == 2
+    with pytest.raises(InvalidValueError, match="slices need layers by name"):
+        PipelineCell(whole, 2, slices=2, devices=DEVICES[:2])(PARAMS, *BATCH)
 
 
 def test_attributes_of_layers_say_stages_and_results_are_broadcast() -> None:

@@ -15,10 +15,17 @@ from tests.parallel.pipelines.test_pipelining import DEVICES, assert_close
 
 import phalanx as px
 from phalanx.errors import InvalidValueError, ResourceExhaustedError
-from phalanx.parallel.pipelines.cut_search import StageCosts, best_cuts, candidate, search_pipeline
+from phalanx.parallel.pipelines.cut_search import (
+    StageCosts,
+    best_cuts,
+    candidate,
+    search_pipeline,
+    stage_costs,
+)
 from phalanx.parallel.pipelines.cutting import cut_function, flattened
 from phalanx.parallel.pipelines.named_schedules import schedule
 from phalanx.parallel.pipelines.pipelining import pipeline
+from phalanx.parallel.searching import searched_hardware
 
 
 def mlp(params: Any, x: Any, target: Any) -> Any:
@@ -126,6 +133,7 @@ def test_a_searched_pipeline_runs_and_is_part_of_the_plan(tmp_path: Any) -> None
     assert "Pipeline of 2 stages, " in str(plan)
     assert "next best: 2 stages, " in str(plan)
     assert "Pipeline of 2 stages" in plan.to_html()
+    assert f"<title>stage 0: F0, 0 to {found.picture.split('F0, 0 to ')[1][:4]}" in plan.to_html()
     plan.save(tmp_path / "plan.json")
     assert px.parallel.Plan.load(tmp_path / "plan.json") == plan
     micro = tuple(x[:2] for x in batch)
@@ -133,6 +141,19 @@ def test_a_searched_pipeline_runs_and_is_part_of_the_plan(tmp_path: Any) -> None
     pipe = pipeline(cut.stages, found.schedule, 4, shared=cut.shared, devices=DEVICES[:2])
     value, _ = pipe.value_and_grad(pipe.place(cut.split(params)), *batch)
     np.testing.assert_allclose(value, mlp(params, *batch), rtol=1e-5)
+
+
+def test_actions_cost_what_their_equations_do() -> None:
+    params, batch = arguments(2)
+    plan = search_pipeline(mlp, params, batch, 1, "CPU", micro_batches=1, stages=1)
+    flat = flattened(mlp, params, batch)
+    known = stage_costs(flat, plan, searched_hardware("CPU"), 2.0)
+    products = [i for i, e in enumerate(flat.equations) if e.primitive.name == "dot_general"]
+    first, second = (known.shares[i] for i in products)
+    assert first == pytest.approx((1 / 2, 0, 1 / 2))  # the batch has no gradient
+    assert second == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    costs = known.actions(())
+    assert sum(costs.forward + costs.input + costs.weight) == pytest.approx(sum(known.seconds))  # type: ignore[operator]
 
 
 def test_a_pipeline_that_does_not_fit_is_refused() -> None:

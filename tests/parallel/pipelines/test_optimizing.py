@@ -124,6 +124,21 @@ def test_any_transformation_is_exact(transform: Any) -> None:
     assert_close(state, expected_state)
 
 
+def test_updates_that_donate_take_the_memory_of_what_they_replace() -> None:
+    model = models.equal(2)
+    pipe = piped(model, 2, "1f1b", 2)
+    host = jax.tree.map(np.asarray, model.params)
+    params, kept = pipe.place(host), pipe.place(host)
+    gradients = pipe.place(host)
+    donating, plain = (pipe.optimizer(CLIPPED, donate=donate) for donate in (True, False))
+    state, other = donating.init(params), plain.init(kept)
+    new, after = donating.update(gradients, state, params)
+    assert_close(new, plain.update(gradients, other, kept)[0])
+    assert all(x.is_deleted() for x in jax.tree.leaves(params))
+    assert all(x.is_deleted() for x in jax.tree.leaves(state[1][0].mu))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((gradients, kept, new, after)))
+
+
 def test_only_numbers_go_from_stage_to_stage() -> None:
     model = models.equal(2)
     pipe = piped(model, 2, "1f1b", 2)

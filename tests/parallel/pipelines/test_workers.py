@@ -14,6 +14,7 @@ import pytest
 from tests.parallel.pipelines import models
 
 import phalanx as px
+from phalanx.parallel.pipelines.named_schedules import SCHEDULES
 
 WORKERS = {"preload": ["phalanx", "jax"], "devices": 2}
 
@@ -24,7 +25,15 @@ def pair() -> Iterator[px.testing.MultiProcess]:
         yield cluster
 
 
-def trained(schedule: str, stages: int, micro_batches: int, chunks: int, steps: int, rows: int) -> Any:
+def trained(
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    chunks: int,
+    steps: int,
+    rows: int,
+    partly: bool = False,
+) -> Any:
     """Losses and parameters after some steps, and what this worker held."""
     from phalanx.parallel.pipelines.pipelining import pipeline
 
@@ -56,8 +65,14 @@ def trained(schedule: str, stages: int, micro_batches: int, chunks: int, steps: 
     optimizer = pipe.optimizer(transform)
     state = optimizer.init(params)
     losses = []
-    for _ in range(steps):
-        value, gradients = pipe.value_and_grad(params, *model.batch(rows))
+    own = pipe.takes(2)
+
+    def batch(step: int) -> Any:  # what this worker's stages take, and nothing else
+        whole = model.batch(rows - step % 2)
+        return [x if i in own else None for i, x in enumerate(whole)] if partly else whole
+
+    for step in range(steps):
+        value, gradients = pipe.value_and_grad(params, *batch(step))
         losses.append(float(value))
         params, state = optimizer.update(gradients, state, params)
     held = [
@@ -67,7 +82,7 @@ def trained(schedule: str, stages: int, micro_batches: int, chunks: int, steps: 
         for nest in params
     ]
     moments = sum(not isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
-    last = float(pipe(params, *model.batch(rows)))
+    last = float(pipe(params, *batch(0)))
     return losses, held, pipe.peak_live, pipe.stages, moments, last
 
 
@@ -77,23 +92,31 @@ def expected(parts: int, steps: int, rows: int) -> Any:
     params, state = model.params, transform.init(model.params)
 
     @jax.jit
-    def step(params: Any, state: Any) -> Any:
-        value, gradients = jax.value_and_grad(model.whole)(params, *model.batch(rows))
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(model.whole)(params, *batch)
         updates, state = transform.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
     losses = []
-    for _ in range(steps):
-        params, state, value = step(params, state)
+    for i in range(steps):
+        params, state, value = step(params, state, *model.batch(rows - i % 2))
         losses.append(float(value))
     return losses, params, float(model.whole(params, *model.batch(rows)))
 
 
 def check(
-    cluster: px.testing.MultiProcess, workers: int, name: str, stages: int, micro: int, chunks: int
+    cluster: px.testing.MultiProcess,
+    workers: int,
+    name: str,
+    stages: int,
+    micro: int,
+    chunks: int,
+    steps: int = 3,
+    rows: int = 7,
+    partly: bool = True,
 ) -> None:
-    results = cluster.run(trained, name, stages, micro, chunks, 3, 7, timeout=120)
-    losses, params, last = expected(stages * chunks, 3, 7)
+    results = cluster.run(trained, name, stages, micro, chunks, steps, rows, partly, timeout=240)
+    losses, params, last = expected(stages * chunks, steps, rows)
     schedule = px.parallel.schedule(name, stages, micro, chunks)
     each = stages // workers
     merged: list[Any] = [None] * len(params)
@@ -111,27 +134,36 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "micro_batches", "chunks"), [("1f1b", 4, 4, 1), ("zero_bubble_v", 2, 3, 2)]
+    ("name", "stages", "micro_batches", "chunks", "partly"),
+    [("1f1b", 4, 4, 1, True), ("zero_bubble_v", 2, 3, 2, False)],
 )
 def test_workers_with_stages_of_their_own_train_the_same_model(
-    pair: px.testing.MultiProcess, name: str, stages: int, micro_batches: int, chunks: int
+    pair: px.testing.MultiProcess,
+    name: str,
+    stages: int,
+    micro_batches: int,
+    chunks: int,
+    partly: bool,
 ) -> None:
-    check(pair, 2, name, stages, micro_batches, chunks)
+    check(pair, 2, name, stages, micro_batches, chunks, partly=partly)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
-def test_four_workers(name: str, chunks: int) -> None:
-    with px.testing.MultiProcess(workers=4, **WORKERS) as cluster:  # type: ignore[arg-type]
-        check(cluster, 4, name, 4, 4, chunks)
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_twenty_steps_of_every_schedule_on_workers(workers: int) -> None:
+    with px.testing.MultiProcess(workers=workers, **WORKERS) as cluster:  # type: ignore[arg-type]
+        for name in SCHEDULES:
+            chunks = 1 if name in ("gpipe", "1f1b", "seqpipe") else 2
+            stages = 6 if workers == 3 else 4
+            check(cluster, workers, name, stages, 6, chunks, 20, 6)
 
 
-def failing(what: str) -> tuple[str, str]:
+def failing(what: str, count: int = 2) -> tuple[str, str]:
     from phalanx.parallel.pipelines.pipelining import pipeline
 
     px.comm.init()
     rank = px.comm.get_rank()
-    model = models.equal(2)
+    model = models.equal(count)
 
     def bad(p: Any, x: Any) -> Any:
         if what == "raises":
@@ -144,7 +176,7 @@ def failing(what: str) -> tuple[str, str]:
     rows = 6 if what == "shapes" and rank else 4
     try:
         pipe = pipeline(
-            [models.layer, bad if what in ("raises", "dies") else models.layer],
+            [bad if i == 1 and what in ("raises", "dies") else models.layer for i in range(count)],
             "1f1b",
             micro_batches,
             loss=model.loss,
@@ -175,6 +207,22 @@ def test_a_stage_that_fails_or_disagrees_is_named_on_the_others(
         assert results[1] == ("ZeroDivisionError", "in my stage")
     else:
         assert results[1] == results[0]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("raises", "Stage 1 of a pipeline failed on rank 1: ZeroDivisionError"),
+        ("schedule", "disagree about its schedule"),
+        ("dies", "worker 1"),
+    ],
+)
+def test_all_others_name_the_stage(what: str, text: str) -> None:
+    with px.testing.MultiProcess(workers=4, **WORKERS) as cluster:  # type: ignore[arg-type]
+        outcomes = cluster.start(failing, what, 4).results(timeout=120)
+        for rank in (0, 2, 3):
+            assert text in outcomes[rank].value[1]
 
 
 def test_a_stage_that_dies_is_named_on_the_others(pair: px.testing.MultiProcess) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from tests.parallel.search.problems import every, problems
 
-from phalanx.parallel.search import memory
+from phalanx.parallel.search import fronts, memory
 from phalanx.parallel.search.memory import Smallest, smallest, solve_within
 from phalanx.parallel.search.problem import Problem
 
@@ -67,7 +67,7 @@ def test_without_room_for_fronts_the_bound_still_holds(
     costs, held = every(problem)
     budget = float(np.quantile(held, part))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "MOST_POINTS", points)
+        patch.setattr(fronts, "MOST_POINTS", points)
         found = solve_within(problem, budget)
     assert not isinstance(found, Smallest)
     assert found.bytes <= budget

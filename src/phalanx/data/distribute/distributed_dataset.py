@@ -28,8 +28,8 @@ from phalanx.data.run.element_queue import ElementQueue
 from phalanx.data.run.iterator import ElementIterator, Epochs, check_state
 from phalanx.data.run.read_ahead import ReadAhead
 from phalanx.errors import InvalidValueError
-from phalanx.runtime import activity, host_memory
-from phalanx.runtime.formatting import shown
+from phalanx.runtime import activity, host_memory, laboratory
+from phalanx.runtime.formatting import html_table, shown
 from phalanx.runtime.interrupts import uninterrupted
 
 State = Mapping[str, Any]
@@ -185,6 +185,15 @@ class DistributedDataset:
             f"policy {self._division.policy}>"
         )
 
+    def _repr_html_(self) -> str:
+        topology = self._topology
+        rows = [
+            ("workers", str(topology.workers)),
+            ("replicas of a worker", str(topology.replicas)),
+            ("policy", str(self._division.policy)),
+        ]
+        return html_table((), rows, "DistributedDataset")
+
 
 class _DistributedIteration:
     """One epoch, from some position on. Nothing is read before the first element is asked for."""
@@ -200,6 +209,7 @@ class _DistributedIteration:
 
     def fill(self) -> ElementQueue[StepProgress] | None:
         """Elements of which one waits; None at the end."""
+        laboratory.reach("input")
         ahead = self._ahead
         if ahead is None or not self.queue.waiting:
             with self._lock, activity.phase("input"):

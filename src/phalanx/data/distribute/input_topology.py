@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import threading
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import jax
 
 from phalanx.runtime.devices import default_device
 from phalanx.runtime.placement import Span
+from phalanx.runtime.shared_numbers import SharedCount
 
 if TYPE_CHECKING:
     from phalanx.core.strategy import Strategy
@@ -23,7 +23,7 @@ def _alone(name: str, value: Any, given_up: threading.Event | None = None) -> li
     return [value]
 
 
-_serials = itertools.count(1)
+_serials = SharedCount()
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class InputTopology:
             worker,
             extended._exchange,
             extended._span,
-            next(_serials),
+            _serials.next(),
             extended._input_place(),
         )
 

@@ -198,9 +198,11 @@ class Estimator:
         context = SessionRunContext(lambda name: _value(model, name), save, begun)
         with contextlib.ExitStack() as stack:
             own = self._own_hooks(model.strategy, stack)
-            # Hooks may be on one worker alone, so whether others wait for their answers is agreed.
-            asked = any(_answers(model.strategy, bool(hooks)))
-            self._loop(model, elements, [*(hooks or ()), *own], context, last, asked)
+            given = list(hooks or ())
+            agrees = any(
+                _exchanged(model.strategy, bool(given))
+            )  # hooks may ask to stop on one worker only
+            self._loop(model, elements, [*given, *own], context, last, agrees)
         return self
 
     def _loop(
@@ -210,7 +212,7 @@ class Estimator:
         hooks: Sequence[SessionRunHook],
         context: SessionRunContext,
         last: int | None,
-        asked: bool,
+        agrees: bool = False,
     ) -> None:
         shares_steps = self._trains_on_servers()
         for hook in hooks:
@@ -229,7 +231,7 @@ class Estimator:
             values = SessionRunValues({"loss": loss, "global_step": step})
             for hook in hooks:
                 hook.after_run(context, values)
-            if asked and any(_answers(model.strategy, context.stop_requested)):
+            if agrees and any(_exchanged(model.strategy, context.stop_requested)):
                 context.request_stop()
         context.save_checkpoint()
         for hook in hooks:
@@ -249,9 +251,7 @@ class Estimator:
                 hooks.append(LoggingTensorHook({"loss": "loss", "step": "global_step"}, every))
         steps, seconds = config.save_checkpoints_steps, config.save_checkpoints_secs
         if steps is not None or seconds is not None:
-            hooks.append(
-                CheckpointSaverHook(seconds, steps, agree=lambda due: _answers(strategy, due)[0])
-            )
+            hooks.append(CheckpointSaverHook(seconds, steps, agree=lambda due: _agreed(strategy, due)))
         return hooks
 
     def _restored(self, model: ReplicaSteps, checkpoint: Checkpoint) -> CheckpointManager:
@@ -476,10 +476,15 @@ def _takes_part_in_saving(strategy: Strategy) -> bool:
     return not isinstance(strategy, ParameterServerStrategy) or strategy.extended.should_checkpoint
 
 
-def _answers(strategy: Strategy, answer: bool) -> list[bool]:
-    """The answers of all workers that train together, by their numbers; else that of this process."""
+def _agreed(strategy: Strategy, answer: bool) -> bool:
+    """The answer of the first worker, if workers train together."""
+    return bool(_exchanged(strategy, answer)[0])
+
+
+def _exchanged(strategy: Strategy, answer: bool) -> list[bool]:
+    """The answers of all workers that train together; else this one's."""
     connection = connected()
     together = len(strategy.extended._replica_devices) != strategy.num_replicas_in_sync
     if connection is None or not together:
         return [answer]
-    return [bool(each) for each in connection.member.exchange("estimator", answer)]
+    return list(connection.member.exchange("estimator", answer))

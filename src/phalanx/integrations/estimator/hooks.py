@@ -43,7 +43,7 @@ class SessionRunContext:
         return self
 
     def request_stop(self) -> None:
-        """Let this step be the last one, of all workers that train together."""
+        """Let this step be the last one, on all workers that train together, if one of them asks."""
         self._stop = True
 
     def variable_value(self, name: str) -> np.ndarray[Any, Any]:

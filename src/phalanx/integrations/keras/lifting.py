@@ -78,6 +78,29 @@ class LiftedModel:
             v.assign(p.numpy())
         return self._model
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the Keras model has, such as `save` or `summary`, with the present values."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if _needs_lifting():
+            return getattr(self._model, name)
+        found = getattr(self.update_model(), name)
+        if name not in _CHANGING:
+            return found
+
+        @functools.wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = found(*args, **kwargs)
+            for v, p in self._pairs:
+                p.assign(v.value)
+            return result
+
+        return call
+
+
+_CHANGING = ("fit", "load_weights", "set_weights", "train_on_batch")
+"""Methods of models after which variables take the values of the model."""
+
 
 def lift(model: Any) -> LiftedModel:
     """Make a Keras model usable on replicas and in `px.function`.
@@ -113,6 +136,8 @@ def lift(model: Any) -> LiftedModel:
     """
     import keras
 
+    if isinstance(model, LiftedModel):
+        return model
     if not isinstance(model, keras.Layer):
         raise InvalidTypeError(f"lift needs a Keras model or layer. Received: {shown(model)}")
     if not model.built:
@@ -146,6 +171,22 @@ def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return __call__
+
+
+def guarded_assign(assign: Callable[..., Any]) -> Callable[..., Any]:
+    """Writes to variables, of which those that would be lost on replicas are refused."""
+
+    @functools.wraps(assign)
+    def checked(self: Any, value: Any) -> Any:
+        if _needs_lifting() and not touch_points.in_stateless_scope():
+            raise ContextError(
+                "A metric, an optimizer or another object of Keras has written a variable on a replica "
+                "or in a px.function, where that would be lost. Use px.metrics and px.optimizers, "
+                f"which have Keras's names, and lift models: px.keras.lift. Received: {self.path!r}"
+            )
+        return assign(self, value)
+
+    return checked
 
 
 def _needs_lifting() -> bool:

@@ -18,6 +18,7 @@ from phalanx.integrations.keras import touch_points
 from phalanx.integrations.keras.batches import flatten, key_of, unflatten
 from phalanx.integrations.keras.model_devices import ModelDevices
 from phalanx.job.shared_programs import SharedProgram, serial_of
+from phalanx.runtime.interrupts import uninterrupted
 
 _WEIGHTS = ("trainable_variables", "non_trainable_variables")
 PARTS = {
@@ -53,7 +54,7 @@ class ModelStep:
     ) -> None:
         self._model, self._devices, self._name = model, devices, name
         self._step, self._joins, self._parts = step, joins, PARTS[name]
-        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._programs: dict[Any, Any] = {}
         self._returned: Any = None  # by the latest step that was not compiled
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
@@ -139,15 +140,25 @@ class ModelStep:
         key = (len(group), tuple(map(len, state)), key_of(group[0]))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._compiled(state, group)
-        shared = None
+            program = self._compiled(state, group)
+            if not self._devices.spans_workers:
+                program.lower(state, arrays).compile()  # where Ctrl-C can end it
+            self._programs[key] = program
+        result: tuple[Any, Any]
         if self._devices.spans_workers:
             operation = f"{self._name} of the Keras model {self._model.name!r}"
             shared = SharedProgram((serial_of(self), key), operation, arrays[0], lambda: str(key))
-        result: tuple[Any, Any] = THROTTLE.dispatch(program, state, arrays, shared=shared)
+            result = THROTTLE.dispatch(program, state, arrays, shared=shared)
+            return result
+        THROTTLE.make_room()
+        with uninterrupted():
+            # The program overwrites the state. From here on the model has the new one, also if an
+            # interrupt keeps Keras from taking it.
+            result = THROTTLE.start(program, state, arrays)[0]
+            touch_points.hold_state(self._model, dict(zip(self._parts, result[1], strict=True)))
         return result
 
-    def _compiled(self, state: Any, group: list[Any]) -> Callable[..., Any]:
+    def _compiled(self, state: Any, group: list[Any]) -> Any:
         leaves, structure = flatten(group[0])
         cuts, count, step = [x.cut for x in leaves], len(group), self._step
         devices, joins = self._devices, self._joins

@@ -122,6 +122,13 @@ def put_layer_call(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
     keras.Layer.__call__ = wrap(keras.Layer.__call__)
 
 
+def put_variable_assign(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let writes to variables go through another function."""
+    import keras
+
+    keras.Variable.assign = wrap(keras.Variable.assign)
+
+
 def in_stateless_scope() -> bool:
     """Whether variables of Keras have other values than their own here."""
     from keras.src.backend.common.stateless_scope import in_stateless_scope

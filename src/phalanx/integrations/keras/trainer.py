@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.integrations.keras import touch_points, workers
@@ -83,6 +84,13 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
                 touch_points.hold_state(self, at_rest)
             super().jax_state_sync()
 
+        @functools.wraps(base.train_on_batch)
+        def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+            if _here(self) is None:
+                return super().train_on_batch(*args, **kwargs)
+            with _weights_kept(self):
+                return super().train_on_batch(*args, **kwargs)
+
         # -- where batches come from -------------------------------------------------------------------
 
         @functools.wraps(base.fit)
@@ -107,7 +115,8 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
             x, y, weight, size = (call.pop(n) for n in ("x", "y", "sample_weight", "batch_size"))
             call |= call.pop("kwargs", {})
             call["x"] = input_for(known, x, y, weight, size, call["steps"])
-            return super().evaluate(**_as_one_worker(known, call))
+            with _weights_kept(self):
+                return super().evaluate(**_as_one_worker(known, call))
 
         @functools.wraps(base.predict)
         def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +128,8 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
             x = input_for(known, call["x"], batch_size=size, steps=call["steps"], ordered=True)
             if not touch_points.is_built(self) and isinstance(x, PlacedInput):
                 touch_points.build(self, x.peek())
-            return super().predict(**_as_one_worker(known, call | {"x": x}))
+            with _weights_kept(self):
+                return super().predict(**_as_one_worker(known, call | {"x": x}))
 
     return StrategyTrainer
 
@@ -128,6 +138,16 @@ def _here(model: Any) -> ModelDistribution | None:
     """How what is not training is distributed; with parameter servers, the coordinator does it."""
     known = distribution_of(model)
     return None if known is None or known.on_servers else known
+
+
+@contextlib.contextmanager
+def _weights_kept(model: Any) -> Iterator[None]:
+    """Let a model have its weights again if a callback raises: Keras does so in `fit` only."""
+    try:
+        yield
+    except BaseException:
+        model.jax_state_sync()
+        raise
 
 
 def _train_step(model: Any, known: ModelDistribution) -> Callable[..., Any]:

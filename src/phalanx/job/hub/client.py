@@ -24,6 +24,7 @@ from phalanx.job.hub.worker_status import Waiting, WorkerStatus, all_stacks
 from phalanx.job.hub.worker_table import WorkerTable
 from phalanx.net.client import RequestClient
 from phalanx.net.framing import Message
+from phalanx.runtime import laboratory
 from phalanx.runtime.deadlines import worker_deadline
 
 _log = logging.getLogger(__name__)
@@ -436,6 +437,7 @@ class Member:
             if self._failure is not None:
                 return
             self._failure = failure
+            laboratory.note("failure", kind=failure.kind, task=failure.task, text=failure.text)
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         for callback in callbacks:

@@ -11,9 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from phalanx.job.launch.worker_process import shell_code
+from phalanx.runtime.deadlines import STUCK_EXIT_CODE
 
 TIMEOUT_CODE = 124
 """The exit code of a job that took too long, as of the command ``timeout``."""
+
+LEFT_CODE = 128 + int(signal.SIGTERM)
+"""The exit code of a worker that has left because its machine will be taken away."""
 
 
 class EndReason(enum.Enum):
@@ -207,3 +211,74 @@ class ExitPolicy:
         self.reason = reason
         self._plan = self._patience.plan(reason, self._signum)
         self.deadline = now
+
+
+class ElasticExitPolicy(ExitPolicy):
+    """The rules for a job whose workers come and go: who is lost is no failure, who fails is one.
+
+    A worker is lost if a signal has ended it, or if it has ended itself because native code did not
+    come back, or if it left because its machine will be taken away. Any other exit code but 0 is a
+    failure of the program, which would fail on other machines too.
+
+    Args:
+        most: how many processes there may be at a time.
+        patience: how long to wait for processes that should end.
+
+    Examples:
+        >>> ending = ElasticExitPolicy(2)
+        >>> ending.starts(0), ending.starts(1)
+        (None, None)
+        >>> ending.exited(1, -9, now=0.0)
+        >>> ending.reason, ending.exited(0, 0, now=1.0), ending.exit_code
+        (None, None, 0)
+    """
+
+    def __init__(self, most: int, patience: Patience = DEFAULT_PATIENCE) -> None:
+        super().__init__([True] * most, patience)
+        self.codes = [0] * most  # of places at which no process has been started yet
+        self._has_succeeded = self._has_failed = False
+        self._last_lost: int | None = None
+
+    def starts(self, index: int) -> None:
+        """A process is started at a place."""
+        self.codes[index] = None
+
+    def exited(self, index: int, code: int, now: float) -> None:
+        """A process has ended."""
+        self.codes[index] = code
+        self.by_itself[index] = not self._signalled
+        if self.reason is not None:
+            return
+        self._has_succeeded = self._has_succeeded or code == 0
+        if is_lost(code):
+            self._last_lost = index
+        elif code != 0:
+            self.fail(now, index)
+
+    def fail(self, now: float, index: int | None = None) -> None:
+        """The job cannot go on: for a process, or because too few are left."""
+        if self.reason is None:
+            self._has_failed = True
+            self.first_failure = self._last_lost if index is None else index
+            self._begin(EndReason.FAILURE, now)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether a worker has come to the end of the program, and nothing went wrong."""
+        return self._has_succeeded and self.reason in (None, EndReason.DONE)
+
+    @property
+    def exit_code(self) -> int:
+        """The code of the job, as a shell gives it: 0 exactly if it succeeded."""
+        if self.reason is None and not self.succeeded and self._last_lost is not None:
+            return shell_code(self.codes[self._last_lost] or 0)  # all have left
+        return super().exit_code or (1 if self._has_failed else 0)
+
+
+def is_lost(code: int) -> bool:
+    """Whether an exit code says that the machine or the process was lost, not that the program failed.
+
+    >>> is_lost(-9), is_lost(143), is_lost(70), is_lost(1), is_lost(0)
+    (True, True, True, False, False)
+    """
+    return code < 0 or code in (LEFT_CODE, 128 + signal.SIGKILL, STUCK_EXIT_CODE)

@@ -38,7 +38,7 @@ from phalanx.job.registry import RunningJob, announced
 from phalanx.job.state_folders import STATE, folder_of_job
 from phalanx.runtime.deadlines import worker_deadline
 
-_DEATH_SECONDS = 0.3
+DEATH_SECONDS = 0.3
 """How long the hub waits to learn how a process ended whose connection has closed."""
 
 
@@ -70,6 +70,7 @@ class Job:
     hosts: Hosts | None = None  # where the processes run; None for this machine
     ray: RayOptions | None = None  # how they are placed on a Ray cluster; None does without Ray
     python: str = "python3"  # the interpreter on other hosts
+    spawn: Spawn = field(default=spawn_here, repr=False)  # starts processes of this machine
 
 
 @dataclass(frozen=True)
@@ -162,16 +163,16 @@ def _attempt(
     ending = ending_of(job, lambda: hub.workers_train)
 
     def cause_of_death(task: Task) -> int | None:
-        return running[task].wait(_DEATH_SECONDS) if task in running else None
+        return running[task].wait(DEATH_SECONDS) if task in running else None
 
     with contextlib.ExitStack() as stack:
-        spawn: Spawn = spawn_here
+        spawn = job.spawn
         if job.ray is not None:
             cluster = stack.enter_context(RayCluster(job.tasks, job.ray))
             tasks, host, spawn = cluster.tasks, cluster.host, cluster.spawn
         else:
             tasks = stack.enter_context(placed_tasks(job))
-            host = "127.0.0.1" if job.hosts is None else _hub_host(job.hosts)
+            host = "127.0.0.1" if job.hosts is None else hub_host(job.hosts)
         if is_restarted_in_parts(tasks) and is_loopback(host):
             state = str(stack.enter_context(folder_of_job()))
             job = replace(job, environ={**job.environ, STATE: state})
@@ -207,7 +208,7 @@ def _attempt(
             noticed=lambda: hub.notice(PREEMPTION),
             spawn=spawn,
         )
-        return _judge(tasks, outcome, hub.failure)
+        return judge(tasks, outcome, hub.failure)
 
 
 def _servers(tasks: Sequence[Task]) -> dict[str, str]:
@@ -217,7 +218,7 @@ def _servers(tasks: Sequence[Task]) -> dict[str, str]:
     return {str(task): task.address for task in tasks if task.type != "evaluator"}
 
 
-def _judge(tasks: Sequence[Task], processes: GroupOutcome, failure: Failure | None) -> JobOutcome:
+def judge(tasks: Sequence[Task], processes: GroupOutcome, failure: Failure | None) -> JobOutcome:
     """Name the process to blame: the one that the hub blames, or else the first that failed.
 
     A process that waits for a failed one may well end before it.
@@ -279,7 +280,8 @@ def planned_commands(
     return commands
 
 
-def _hub_host(hosts: Hosts) -> str:
+def hub_host(hosts: Hosts) -> str:
+    """The address of this machine for some hosts."""
     if hosts.hub_address is not None:
         return hosts.hub_address
     _, addresses = parse_hosts(hosts.names, 1)

@@ -86,6 +86,20 @@ class Sink(Protocol):
         """No more lines for now."""
 
 
+class Controller(Protocol):
+    """Starts and ends processes of a group while it runs."""
+
+    wakeup: socket.socket
+    """Is readable when there is something to do."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a process will be started although none may be left."""
+
+    def attend(self, group: ProcessGroup) -> None:
+        """Do what there is to do; called after whatever the group does."""
+
+
 class Interrupts:
     """Collects the signals that ask this process to end, instead of dying of them, and notices.
 
@@ -142,6 +156,7 @@ def run_process_group(
     again: Callable[[int, int, int], Command] | None = None,
     noticed: Callable[[], None] | None = None,
     spawn: Spawn = spawn_here,
+    controller: Controller | None = None,
 ) -> GroupOutcome:
     """Start all commands and wait until all have ended; none outlives the call.
 
@@ -162,15 +177,16 @@ def run_process_group(
             how often it has been; says what to start.
         noticed: called when SIGUSR1 says that machines will be taken away soon.
         spawn: starts processes.
+        controller: starts more of them, or ends some, while the job runs.
     """
     ending = ending or ExitPolicy([True] * len(commands), patience)
     with (
         Guard() as guard,
-        contextlib.closing(_ProcessGroup(sink, ending, guard, spawn, started, exited, again)) as group,
+        contextlib.closing(ProcessGroup(sink, ending, guard, spawn, started, exited, again)) as group,
     ):
         for index, command in enumerate(commands):
             group.start(index, command)
-        group.run(interrupts, timeout, noticed)
+        group.run(interrupts, timeout, noticed, controller)
         group.close()
         return group.outcome()
 
@@ -199,7 +215,7 @@ class _Member:
             self.process.send(signum)
 
 
-class _ProcessGroup:
+class ProcessGroup:
     """The loop that reads, waits and signals."""
 
     def __init__(
@@ -234,11 +250,14 @@ class _ProcessGroup:
         interrupts: Interrupts | None,
         timeout: float | None,
         noticed: Callable[[], None] | None = None,
+        controller: Controller | None = None,
     ) -> None:
-        if interrupts is not None:
-            self._selector.register(interrupts.wakeup, selectors.EVENT_READ)
+        """Read, wait and signal until all processes have ended."""
+        for source in (interrupts, controller):
+            if source is not None:
+                self._selector.register(source.wakeup, selectors.EVENT_READ)
         give_up = None if timeout is None else time.monotonic() + timeout
-        while not self._finished(now := time.monotonic()):
+        while not self._finished(now := time.monotonic(), controller):
             for key, _ in self._selector.select(self._seconds_to_wait(now, give_up)):
                 if key.data is not None:
                     self._handle(key.data, key.fd)
@@ -250,7 +269,19 @@ class _ProcessGroup:
             for index, member in enumerate(self.members):
                 if not member.closed:
                     self._look_after(index, member, now)
+            if controller is not None:
+                controller.attend(self)
             self._write(self._sink.flush)
+
+    def free_index(self, limit: int) -> int | None:
+        """Where a process could be started: in place of one that has ended, or after the last."""
+        free = [index for index, member in enumerate(self.members) if member.closed]
+        return min(free, default=len(self.members) if len(self.members) < limit else None)
+
+    def kill(self, index: int) -> None:
+        """End a process at once."""
+        if self.members[index].code is None:
+            self.members[index].send(signal.SIGKILL)
 
     def close(self) -> None:
         """Kill whatever is left; nothing is, unless there was an error."""
@@ -259,6 +290,7 @@ class _ProcessGroup:
         self._selector.close()
 
     def outcome(self) -> GroupOutcome:
+        """How the processes have ended."""
         ending = self._ending
         return GroupOutcome(
             exit_code=ending.exit_code,
@@ -269,9 +301,9 @@ class _ProcessGroup:
             tails=[member.tail.lines for member in self.members],
         )
 
-    def _finished(self, now: float) -> bool:
+    def _finished(self, now: float, controller: Controller | None) -> bool:
         if all(member.closed for member in self.members):
-            return True
+            return controller is None or not controller.is_busy
         cannot_be_ended = any(member.code is None for member in self.members)
         return cannot_be_ended and self._ending.over(now)
 

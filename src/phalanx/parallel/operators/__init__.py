@@ -67,6 +67,7 @@ RULES: Mapping[str, Callable[[Equation], Operator | None]] = MappingProxyType(
             ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), reduction.cumulative
         ),
         "sort": reduction.sort,
+        "top_k": reduction.top_k,
         **dict.fromkeys(
             ("reduce_window_max", "reduce_window_min", "reduce_window_sum", "reduce_window"),
             reduction.window,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 from phalanx.parallel.layout import NONE
 from phalanx.parallel.operators.base import Equation, Keeps, Operator
@@ -47,21 +49,23 @@ def dot_general(eqn: Equation) -> Operator:
 
 
 def convolution(eqn: Equation) -> Operator | None:
-    """The batch, the features that go in and those that come out are loops; a window is never cut."""
+    """The batch, the features that go in and those that come out are loops; a window is never cut.
+
+    Features in groups are cut between groups.
+    """
     numbers = eqn.params["dimension_numbers"]
     groups = eqn.params["feature_group_count"]
     left, right, out = (s.shape for s in (*eqn.operands, *eqn.results))
     (batch, feature), (out_feature, in_feature) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
-    depthwise = groups == left[feature] == right[out_feature]
-    if eqn.params["batch_group_count"] != 1 or not (groups == 1 or depthwise):
-        return None  # which XLA does not cut
+    if eqn.params["batch_group_count"] != 1:
+        return None  # which stands in gradients only
     a, b, c = [NONE] * len(left), [NONE] * len(right), [NONE] * len(out)
     a[batch] = c[numbers.out_spec[0]] = 0
     b[out_feature] = c[numbers.out_spec[1]] = 1
     if groups == 1:
         loops: tuple[int, ...] = (left[batch], right[out_feature], left[feature])
         a[feature] = b[in_feature] = 2
-    else:  # each feature goes in and comes out by itself
+    else:  # each group goes in and comes out by itself
         loops = (left[batch], groups)
         a[feature] = 1
     window = prod(size for dim, size in enumerate(right) if dim != out_feature)
@@ -76,3 +80,9 @@ def convolution(eqn: Equation) -> Operator | None:
         flops=2.0 * prod(out) * window,
         keeps=Keeps.OTHERS,
     )
+
+
+def is_grouped(params: Mapping[str, Any], features: int, out_features: int) -> bool:
+    """Whether a convolution has groups of several features, which XLA would gather to cut it."""
+    groups = params["feature_group_count"]
+    return bool(groups > 1 and not groups == features == out_features)

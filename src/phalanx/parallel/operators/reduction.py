@@ -60,6 +60,11 @@ def sort(eqn: Equation) -> Operator:
     return _whole(eqn, {eqn.params["dimension"]})
 
 
+def top_k(eqn: Equation) -> Operator:
+    """The dim of which the largest elements are taken stays whole."""
+    return _whole(eqn, {eqn.params.get("axis", len(eqn.operands[0].shape) - 1)})
+
+
 def window(eqn: Equation) -> Operator | None:
     """Dims with a window of one element may be cut."""
     before, after = eqn.operands[0].shape, eqn.results[0].shape

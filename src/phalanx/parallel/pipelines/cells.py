@@ -37,7 +37,7 @@ __all__ = [
     "PipelineGradReducer",
 ]
 
-Network = Callable[..., Any] | Mapping[str, Callable[..., Any]]
+Network = Callable[..., Any] | Mapping[str, Callable[..., Any] | Stage]
 
 
 def _check_count(cell: str, name: str, value: Any) -> None:
@@ -53,10 +53,15 @@ def _check_count(cell: str, name: str, value: Any) -> None:
 
 def _check_network(cell: str, network: Any, layers: bool = False) -> None:
     is_layers = layers and isinstance(network, Mapping) and network
-    if not callable(network) and not (is_layers and all(map(callable, network.values()))):
+    parts = network.values() if is_layers else ()
+    if not callable(network) and not (parts and all(callable(_function(x)) for x in parts)):
         raise InvalidTypeError(
             f"For '{cell}', the argument 'network' must cell type, but got the type : {type(network)}."
         )
+
+
+def _function(layer: Any) -> Any:
+    return layer.function if isinstance(layer, Stage) else layer
 
 
 class PipelineCell:
@@ -72,6 +77,8 @@ class PipelineCell:
         stage_config: the stages of layers by name. Layers that are not named belong to the stage of
             the layer before.
         segment_config: the chunks of layers by name, with ``pipeline_segments``.
+        slices: into how many sequences are cut, for the schedules ``seqpipe``, ``seqvpp`` and
+            ``seqsmartvpp``. Layers that look at earlier positions are `Stage(…, carries=True)`.
         devices: to use; by default all accelerators, or all CPU devices where there is none.
 
     Examples:
@@ -93,11 +100,14 @@ class PipelineCell:
         stage_config: Mapping[str, int] | None = None,
         segment_config: Mapping[str, int] | None = None,
         *,
+        slices: int = 1,
         devices: Sequence[DeviceLike] | None = None,
     ) -> None:
         name = type(self).__name__
         _check_network(name, network, layers=True)
         _check_count(name, "micro_size", micro_size)
+        _check_count(name, "slices", slices)
+        self._slices = slices
         for what, config in (("stage_config", stage_config), ("segment_config", segment_config)):
             known = list(network) if isinstance(network, Mapping) else []
             if config is not None and any(key not in known for key in config):
@@ -165,6 +175,12 @@ class PipelineCell:
         by_name = self._stage_config is not None or self._has_stages()
         if isinstance(self._network, Mapping) and (by_name or not is_loss):
             return self._by_name(self._network, options, devices, is_loss)
+        if self._slices > 1:
+            raise InvalidValueError(
+                "Sequences can be cut where layers say what they carry from slice to slice, so slices "
+                "need layers by name with stage_config. Received: "
+                f"slices={self._slices}, and a network that is cut automatically"
+            )
         if not is_loss:
             raise InvalidValueError(
                 "Only layers by name can predict; a function returns its loss. Received: a function"
@@ -173,21 +189,22 @@ class PipelineCell:
 
     def _has_stages(self) -> bool:
         layers = self._network.values() if isinstance(self._network, Mapping) else ()
-        return any(hasattr(layer, "pipeline_stage") for layer in layers)
+        return any(hasattr(_function(layer), "pipeline_stage") for layer in layers)
 
     def _by_name(
         self,
-        network: Mapping[str, Callable[..., Any]],
+        network: Mapping[str, Callable[..., Any] | Stage],
         options: ParallelOptions,
         devices: Any,
         is_loss: bool,
     ) -> _Built:
         stages, chunks = options.pipeline_stages, options.pipeline_segments
-        made = schedule(_scheduler(options), stages, self._micro_size, chunks)
+        made = schedule(_scheduler(options), stages, self._micro_size, chunks, self._slices)
         groups: list[list[str]] = [[] for _ in range(made.positions)]
         stage = segment = last = 0
         for name, layer in network.items():
-            stage = (self._stage_config or {}).get(name, getattr(layer, "pipeline_stage", stage))
+            given = getattr(_function(layer), "pipeline_stage", stage)
+            stage = (self._stage_config or {}).get(name, given)
             segment = (self._segment_config or {}).get(name, segment)
             if not 0 <= stage < stages or not 0 <= segment < chunks:
                 raise InvalidValueError(
@@ -208,9 +225,16 @@ class PipelineCell:
                 "Every stage needs a layer; name them in stage_config and segment_config. "
                 f"Received: none for stage {made.placement[empty]}"
             )
-        parts = [Stage(_chain(network, names)) for names in groups]
-        loss = None if is_loss else _unused_loss
-        pipe = pipeline(parts, made, self._micro_size, loss=loss, chunks=chunks, devices=devices)
+        parts = [_chain(network, names) for names in groups]
+        pipe = pipeline(
+            parts,
+            made,
+            self._micro_size,
+            loss=None if is_loss else _unused_loss,
+            chunks=chunks,
+            slices=self._slices,
+            devices=devices,
+        )
 
         def split(params: Mapping[str, Any]) -> list[Any]:
             return [{name: params[name] for name in names} for names in groups]
@@ -302,17 +326,34 @@ def _check_stages(options: ParallelOptions, micro_size: int) -> None:
         )
 
 
-def _chain(network: Mapping[str, Callable[..., Any]], names: Sequence[str]) -> Callable[..., Any]:
+def _chain(network: Mapping[str, Callable[..., Any] | Stage], names: Sequence[str]) -> Stage:
+    """Some layers as one stage; it carries what its layers carry, by their names."""
+    carrying = [n for n in names if getattr(network[n], "carries", False)]
+
     def chained(params: Mapping[str, Any], x: Any, *others: Any) -> Any:
-        for name in names[:-1]:
-            x = network[name](params[name], x)
-        return network[names[-1]](params[names[-1]], x, *others)
+        before: Mapping[str, Any] = {}
+        if carrying:
+            *others, given = others  # type: ignore[assignment]
+            before = given or {}
+        after = {}
+        for name in names:
+            more = others if name == names[-1] else ()
+            if name in carrying:
+                x, after[name] = _function(network[name])(params[name], x, *more, before.get(name))
+            else:
+                x = _function(network[name])(params[name], x, *more)
+        return (x, after) if carrying else x
 
-    return chained
+    return Stage(chained, carries=bool(carrying))
 
 
-def _whole(network: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    return _chain(network, list(network))
+def _whole(network: Mapping[str, Callable[..., Any] | Stage]) -> Callable[..., Any]:
+    found = _chain(network, list(network))
+    if found.carries:
+        raise InvalidValueError(
+            "Layers that carry something from slice to slice need stage_config. Received: none"
+        )
+    return found.function
 
 
 def _unused_loss(y: Any, *_: Any) -> Any:

@@ -1,8 +1,7 @@
 """The programs of one chunk: forward, backward, and the two halves of a backward program.
 
 A forward program returns what its gradient needs. Of that, what are arguments (parameters, inputs) is
-not
-copied: the backward program gets the arguments again.
+not copied: the backward program gets the arguments again.
 """
 
 from __future__ import annotations
@@ -18,21 +17,26 @@ from jax.sharding import NamedSharding
 
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.execution.throttle import token
-from phalanx.parallel.applying import Interpreter
 from phalanx.parallel.options import ParallelOptions
+from phalanx.parallel.pipelines.halves import in_halves
 from phalanx.parallel.pipelines.stages import StagePlace
 from phalanx.parallel.placing import names_of
 from phalanx.parallel.running import ParallelRun, in_run
 from phalanx.runtime import compat
 
-__all__ = ["ChunkPrograms", "Differentiated", "Inlined", "ModelChunk", "is_inexact"]
+__all__ = ["ChunkPrograms", "Differentiated", "ModelChunk", "is_inexact"]
 
 Dispatch = Callable[..., Any]
 
 
 def is_inexact(x: Any) -> bool:
     """Whether an array has a gradient."""
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+    return _has_gradient(x.dtype if isinstance(x, jax.Array) else jnp.result_type(x))
+
+
+@functools.lru_cache(maxsize=256)
+def _has_gradient(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 @dataclass(frozen=True)
@@ -250,66 +254,3 @@ def _check_weights(weights: Any, position: int) -> None:
                 "Parameters must be real or complex numbers, because gradients are computed for them. "
                 f"Received: {jnp.result_type(x)} for {name!r} of the parameters at position {position}"
             )
-
-
-# -- halves ------------------------------------------------------------------------------------------
-
-
-class Inlined(Interpreter):
-    """Runs a jaxpr with all calls taken apart, also those that are computed again."""
-
-    def __init__(self) -> None:
-        super().__init__({}, None, {})
-
-    def _remat(self, eqn: Any, operands: Sequence[Any], place: tuple[Any, ...]) -> Sequence[Any]:
-        return self._inner(eqn.params["jaxpr"], operands, place)
-
-
-def in_halves(
-    function: Callable[..., Any], shapes: Sequence[Any], count: int
-) -> tuple[Any, Any, list[int]]:
-    """A program in two: what its first `count` results need, and all else.
-
-    Returns the first half, which also returns what the second needs of it; the second; and the
-    numbers of the arguments that the second needs besides.
-    """
-    traced = jax.make_jaxpr(function)(*shapes)
-
-    def apart(*args: Any) -> list[Any]:
-        return Inlined().run(traced.jaxpr, traced.consts, args, ())
-
-    closed = jax.make_jaxpr(apart)(*shapes)
-    jaxpr = closed.jaxpr
-    first, _ = _needed(jaxpr.eqns, jaxpr.outvars[:count])
-    rest = [eqn for i, eqn in enumerate(jaxpr.eqns) if i not in first]
-    chosen, wanted = _needed(rest, jaxpr.outvars[count:])
-    second = [eqn for i, eqn in enumerate(rest) if i in chosen]
-    made = {var for eqn in second for var in eqn.outvars}
-    from_first = {var for i in first for var in jaxpr.eqns[i].outvars}
-    outer = [var for var in wanted if var not in made]
-    left = [var for var in outer if var in from_first]
-    numbers = [i for i, var in enumerate(jaxpr.invars) if var in wanted]
-    names = jaxpr.debug_info.with_unknown_names()
-    one = jaxpr.replace(
-        eqns=[jaxpr.eqns[i] for i in sorted(first)],
-        outvars=[*jaxpr.outvars[:count], *left],
-        debug_info=names,
-    )
-    two = jaxpr.replace(
-        eqns=second,
-        invars=[*(jaxpr.invars[i] for i in numbers), *left],
-        outvars=jaxpr.outvars[count:],
-        debug_info=names,
-    )
-    return closed.replace(jaxpr=one), closed.replace(jaxpr=two), numbers
-
-
-def _needed(eqns: Sequence[Any], results: Sequence[Any]) -> tuple[set[int], dict[Any, None]]:
-    """The numbers of the equations that results need, and all variables that are read on the way."""
-    wanted = {var: None for var in results if not compat.is_literal(var)}
-    chosen: set[int] = set()
-    for i in reversed(range(len(eqns))):
-        if any(var in wanted for var in eqns[i].outvars):
-            chosen.add(i)
-            wanted.update({v: None for v in eqns[i].invars if not compat.is_literal(v)})
-    return chosen, wanted

@@ -15,6 +15,7 @@ from math import comb, prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from phalanx.errors import InvalidValueError, ResourceExhaustedError
 from phalanx.parallel.hardware import Hardware
@@ -43,6 +44,8 @@ class StageCosts:
     Args:
         cuts: the equations after which it can be cut.
         seconds: of each equation, its gradient included, for one micro batch.
+        shares: of those seconds, by equation, that the forward computation, the gradient of the input
+            and the gradient of the weights take; equal thirds if there are none.
         kept: the bytes of each equation that stay for its gradient.
         parameters: the bytes that training holds for the parameters that each equation is first to use.
         transfers: the seconds that it takes to hand over the tensor at each cut.
@@ -53,6 +56,17 @@ class StageCosts:
     kept: tuple[float, ...]
     parameters: tuple[float, ...]
     transfers: tuple[float, ...]
+    shares: tuple[tuple[float, float, float], ...] = ()
+
+    def actions(self, chosen: Sequence[int]) -> ActionCosts:
+        """What the actions of each part of a cut cost."""
+        places = {cut: i for i, cut in enumerate(self.cuts)}
+        transfer = max((self.transfers[places[cut]] for cut in chosen), default=0.0)
+        shares = self.shares or ((1 / 3,) * 3,) * len(self.seconds)
+        rows = zip(self.seconds, shares, strict=True)
+        kinds = zip(*([s * x for x in share] for s, share in rows), strict=True)
+        forward, input, weight = (self.parts(chosen, list(kind)) for kind in kinds)
+        return ActionCosts(forward, input, weight, transfer)
 
     def parts(self, chosen: Sequence[int], values: Sequence[float]) -> list[float]:
         """The sums of values of equations over each part of a cut."""
@@ -74,10 +88,7 @@ class PipelineCandidate:
 def candidate(costs: StageCosts, made: PipelineSchedule, cuts: Sequence[int]) -> PipelineCandidate:
     """What a cut costs in a schedule, by the schedule's own latency and what it holds."""
     parts = costs.parts(cuts, costs.seconds)
-    third = [part / 3 for part in parts]
-    places = {cut: i for i, cut in enumerate(costs.cuts)}
-    transfer = max((costs.transfers[places[cut]] for cut in cuts), default=0.0)
-    seconds = made.latency(ActionCosts(third, third, third, transfer))
+    seconds = made.latency(costs.actions(cuts))
     kept, held = costs.parts(cuts, costs.kept), costs.parts(cuts, costs.parameters)
     memory = []
     for stage, positions in enumerate(made.homes):
@@ -303,13 +314,25 @@ def stage_costs(flat: FlatFunction, plan: Plan, hardware: Hardware, slots: float
     places = {
         node.key: node.place[0] for node in graph.nodes if node.place and type(node.place[0]) is int
     }
-    seconds, out = [0.0] * count, [0.0] * count
+    nodes = {node.key: node for node in graph.nodes}
+    kinds = _operand_kinds(flat)
+    spent, out = [[0.0, 0.0, 0.0] for _ in range(count)], [0.0] * count
     for operator in plan.operators:
         key = operator.key.removesuffix(":copy")
         number = places.get(operator.key, places.get(key))
-        if number is not None:
-            moving = sum(c.count * c.seconds for c in operator.collectives)
-            seconds[number] += operator.seconds + moving
+        if number is None:
+            continue
+        node = nodes.get(operator.key, nodes.get(key))
+        again = node is not None and node.again
+        of_input, of_weights = kinds[number] if node is None or node.gradients else (0, 0)
+        parts = 1 + again + of_input + of_weights
+        mine = spent[number]
+        mine[0] += operator.seconds / parts
+        mine[1] += operator.seconds * (of_input + again) / parts
+        mine[2] += operator.seconds * of_weights / parts
+        for c in operator.collectives:
+            is_weights = c.tensor in plan.parameters
+            mine[0 if c.phase == "forward" else 2 if is_weights else 1] += c.count * c.seconds
     for i in flat.mixed:
         out[i] = sum(_bytes(v.aval) for v in flat.equations[i].outvars)
     scale = plan.memory.kept / sum(out) if sum(out) else 0.0
@@ -322,11 +345,38 @@ def stage_costs(flat: FlatFunction, plan: Plan, hardware: Hardware, slots: float
     crossing = [_bytes(v.aval) for v in flat.crossing]
     return StageCosts(
         flat.cuts,
-        tuple(seconds),
+        tuple(sum(mine) for mine in spent),
         tuple(x * scale for x in out),
         tuple(parameters),
         tuple(link.alpha + link.beta * size for size in crossing),
+        tuple(_shares(mine) for mine in spent),
     )
+
+
+def _shares(spent: Sequence[float]) -> tuple[float, float, float]:
+    whole = sum(spent) or 1.0
+    return spent[0] / whole, spent[1] / whole, spent[2] / whole
+
+
+def _operand_kinds(flat: FlatFunction) -> list[tuple[int, int]]:
+    """For each equation, how many gradients of inputs and of weights it has.
+
+    What depends on parameters alone has the gradient of a weight, what depends on them and on the
+    batch that of an input, and what depends on the batch alone has none.
+    """
+    jaxpr, count = flat.closed.jaxpr, len(flat.parameters)
+    own = set(jaxpr.invars[:count])
+    mixed: set[Any] = set()
+    found = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        known = [v for v in eqn.invars if not compat.is_literal(v)]
+        real = [v for v in known if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+        found.append((sum(v in mixed for v in real), sum(v in own for v in real)))
+        if i in flat.mixed:
+            mixed.update(eqn.outvars)
+        elif any(v in own for v in known):
+            own.update(eqn.outvars)
+    return found
 
 
 def _bytes(aval: Any) -> float:
@@ -373,15 +423,9 @@ def _plan(found: Sequence[tuple[PipelineCandidate, Plan, StageCosts]], flat: Fla
             best.cuts,
             tuple(parts),
             best.seconds,
-            s.bubble(_costs(best, costs)),
+            s.bubble(costs.actions(best.cuts)),
             best.memory,
             others,
+            s.to_svg(costs.actions(best.cuts)),
         ),
     )
-
-
-def _costs(best: PipelineCandidate, costs: StageCosts) -> ActionCosts:
-    third = [part / 3 for part in best.parts]
-    places = {cut: i for i, cut in enumerate(costs.cuts)}
-    transfer = max((costs.transfers[places[cut]] for cut in best.cuts), default=0.0)
-    return ActionCosts(third, third, third, transfer)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from phalanx.errors import InvalidTypeError, InvalidValueError
-from phalanx.parallel.pipelines.chunk_programs import Inlined
+from phalanx.parallel.pipelines.halves import Inlined
 from phalanx.parallel.pipelines.stages import Stage
 from phalanx.parallel.placing import names_of
 from phalanx.runtime import compat

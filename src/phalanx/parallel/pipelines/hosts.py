@@ -45,6 +45,9 @@ class StageHosts(Protocol):
     def agree(self, what: Mapping[str, Any]) -> None:
         """Require that all processes say the same."""
 
+    def completed(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A batch with shapes in place of what other processes alone have."""
+
     def naming(self, stages: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Tell all processes of an error in the block, and name the stages of this one."""
 
@@ -72,6 +75,10 @@ class LocalHosts:
     def agree(self, what: Mapping[str, Any]) -> None:
         """See `StageHosts`."""
 
+    def completed(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """See `StageHosts`; all of it is here."""
+        return batch
+
     def naming(self, stages: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """See `StageHosts`."""
         return contextlib.nullcontext()
@@ -94,6 +101,7 @@ class WorkerHosts:
                 f"number of workers. Received: {stages} stages, {self.size} workers"
             )
         self._each = stages // self.size
+        self._has_parts: bool | None = None
 
     def worker(self, stage: int) -> int:
         """The rank of the worker that has a stage."""
@@ -125,6 +133,46 @@ class WorkerHosts:
         box = [value]
         objects.broadcast_object_list(box, src=self.worker(stage))
         return box[0]
+
+    def completed(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """See `StageHosts`.
+
+        Whether workers have parts of batches only is found out in the first step. If so, they tell each
+        other the shapes of what they have in every step.
+        """
+        is_part = not batch or any(arg is None for arg in batch)
+        if self._has_parts is None:
+            everyone = objects.all_gather_object((is_part, len(batch))) or []
+            parts, counts = zip(*everyone, strict=True)
+            self._has_parts = any(parts) or len(set(counts)) > 1
+        if not self._has_parts:
+            if is_part:
+                raise InvalidValueError(
+                    "All workers had whole batches in the first step. Give None for what a worker's "
+                    "stages do not take from the first step on. Received: None"
+                )
+            return batch
+        everyone = objects.all_gather_object([None if x is None else outline(x) for x in batch]) or []
+        count = max(map(len, everyone))
+        found = []
+        for n in range(count):
+            said = {i: one[n] for i, one in enumerate(everyone) if n < len(one) and one[n] is not None}
+            texts = {i: str(shape) for i, shape in said.items()}
+            if len(set(texts.values())) > 1:
+                listed = "; ".join(f"rank {i}: {_short(text)}" for i, text in texts.items())
+                raise groups.world().fail(
+                    "mismatch",
+                    f"The workers of a pipeline disagree about argument {n} of its batch. "
+                    f"Received: {listed}",
+                )
+            if not said:
+                raise groups.world().fail(
+                    "mismatch",
+                    f"No worker of a pipeline has argument {n} of its batch. Received: None",
+                )
+            own = batch[n] if n < len(batch) else None
+            found.append(next(iter(said.values())) if own is None else own)
+        return tuple(found)
 
     def agree(self, what: Mapping[str, Any]) -> None:
         """See `StageHosts`; what differs is named, with what each worker says."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.execution.throttle import THROTTLE, token
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.pipelines.hosts import LocalHosts, StageHosts
-from phalanx.parallel.pipelines.placed_programs import PlacedProgram, RoundRunner, in_rounds
+from phalanx.parallel.pipelines.placed_programs import PlacedProgram
+from phalanx.parallel.pipelines.staged_updates import StagedUpdate, has_spec
 from phalanx.parallel.pipelines.stages import StagePlace
 from phalanx.parallel.placing import names_of
 from phalanx.parallel.storing import is_named, stored
@@ -38,6 +40,8 @@ class PipelineOptimizer:
         shard: "states" if the devices of a stage divide the optimizer's state among them, as far
             as they hold the same; None if each holds all of it.
         hosts: who runs which stage; by default this process all of them.
+        donate: whether new parameters and states may take the memory of the old ones, which cannot be
+            used any more then.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class PipelineOptimizer:
         placement: Sequence[int],
         shard: str | None = None,
         hosts: StageHosts | None = None,
+        donate: bool = False,
     ) -> None:
         found = getattr(transform, "transform", transform)
         if not hasattr(found, "init") or not hasattr(found, "update"):
@@ -64,7 +69,7 @@ class PipelineOptimizer:
         self.transform: optax.GradientTransformation = found
         self._places, self._placement, self._shard = dict(places), tuple(placement), shard
         self._hosts: StageHosts = hosts or LocalHosts()
-        self._runners: dict[Any, RoundRunner] = {}
+        self._updates = StagedUpdate(self._places, self._hosts, donate)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -123,7 +128,7 @@ class PipelineOptimizer:
                 found.append(None)
                 continue
             like = [x for n, x in known.items() if is_named(name, n) and x.shape == leaf.shape]
-            spec = like[0].sharding.spec if like and _has_spec(like[0]) else PartitionSpec()
+            spec = like[0].sharding.spec if like and has_spec(like[0]) else PartitionSpec()
             mesh = self._places[home].mesh
             found.append(NamedSharding(mesh, stored(spec, leaf, mesh, options)))
         return found
@@ -133,44 +138,26 @@ class PipelineOptimizer:
     def update(self, gradients: Sequence[Any], state: Any, params: Sequence[Any]) -> tuple[Any, Any]:
         """New parameters and a new state."""
         given = (list(gradients), state, list(params))
-        leaves, structure = jax.tree.flatten(given)
-        key = structure, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
-        if key not in self._runners:
-            self._runners[key] = self._made(given)
-        found = self._runners[key](leaves)
-        count = len(jax.tree.leaves(given[2]))
-        new = jax.tree.unflatten(jax.tree.structure(given[2]), found[:count])
-        return new, jax.tree.unflatten(jax.tree.structure(state), found[count:])
+        new, after = self._updates(self._step, given, functools.partial(self._homes, given))
+        return new, after
 
     def placed(self, given: tuple[Any, Any, Any]) -> PlacedProgram:
         """The update as programs of stages."""
-        leaves, structure = jax.tree.flatten(given)
+        return self._updates.placed(self._step, given, self._homes(given))
 
-        def flat(*args: Any) -> list[Any]:
-            gradients, state, params = jax.tree.unflatten(structure, args)
-            updates, new = self.transform.update(gradients, state, params)
-            return jax.tree.leaves((optax.apply_updates(params, updates), new))
+    def _step(self, gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, new = self.transform.update(gradients, state, params)
+        return optax.apply_updates(params, updates), new
 
+    def _homes(self, given: tuple[Any, Any, Any]) -> list[int]:
         own = [self._placement[i] for i, nest in enumerate(given[2]) for _ in jax.tree.leaves(nest)]
         state = self._state_homes(jax.eval_shape(self.transform.init, given[2]), given[2])
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        return in_rounds(flat, shapes, [*own, *state, *own], [*own, *state])
-
-    def _made(self, given: tuple[Any, Any, Any]) -> RoundRunner:
-        placed = self.placed(given)
-        outs = jax.tree.leaves((given[2], given[1]))
-        pairs = zip(placed.results, outs, strict=True)
-        shardings = {n: x.sharding for n, x in pairs if isinstance(n, int) and _has_spec(x)}
-        return RoundRunner(placed, self._hosts, self.moved, THROTTLE.dispatch, shardings)
+        return [*own, *state, *own]
 
     def moved(self, x: Any, place: int) -> Any:
         """A value at another stage, whole on each of its devices."""
-        return jax.device_put(x, self._places[place].whole())
+        return self._updates.moved(x, place)
 
 
 def _names(nest: Any, position: int) -> list[str]:
     return [f"{position}/{name}" if name else str(position) for name in names_of(nest)]
-
-
-def _has_spec(x: Any) -> bool:
-    return isinstance(getattr(x, "sharding", None), NamedSharding)

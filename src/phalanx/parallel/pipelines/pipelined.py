@@ -73,6 +73,33 @@ class Pipelined:
         """How many forward results each stage held at most in the last step."""
         return tuple(self._peaks[stage] for stage in self.stages if stage in self._peaks)
 
+    def takes(self, arguments: int) -> tuple[int, ...]:
+        """The numbers of the arguments of a batch that the stages in this process take.
+
+        With one worker per stage and a batch of inputs and targets, the first worker takes (0,), the
+        last one (1,), and all others (). What a worker does not take may be None.
+
+        Args:
+            arguments: how many a batch has.
+        """
+        mine = [i for i in range(len(self._parts)) if self._is_here(i)]
+        return tuple(sorted({n for i in mine for n in self._maker.runner(i, arguments).takes}))
+
+    def grouped(self, layers: Sequence[Any]) -> list[Any]:
+        """The parameters of layers, as `split` has cut them: for each stage a list.
+
+        Args:
+            layers: the parameters of each layer, in the order of the model.
+        """
+        counts = [part.layers for part in self._parts]
+        if None in counts or sum(n or 0 for n in counts) != len(layers):
+            raise InvalidValueError(
+                "grouped is for stages that px.parallel.split has made, and takes parameters for each "
+                f"of their layers, which are {counts}. Received: parameters for {len(layers)} layers"
+            )
+        rest = iter(layers)
+        return [[next(rest) for _ in range(n or 0)] for n in counts]
+
     def __repr__(self) -> str:
         s = self._schedule
         return (
@@ -111,7 +138,9 @@ class Pipelined:
             found.append(THROTTLE.dispatch(jax.jit(program, out_shardings=(shardings, None))))
         return found
 
-    def optimizer(self, transform: Any, shard: str | None = None) -> PipelineOptimizer:
+    def optimizer(
+        self, transform: Any, shard: str | None = None, donate: bool = False
+    ) -> PipelineOptimizer:
         """An optimizer for the parameters of all stages.
 
         It has ``init(params)``, which returns a state, and ``update(gradients, state, params)``, which
@@ -120,9 +149,11 @@ class Pipelined:
         Args:
             transform: an `optax.GradientTransformation`, or a `px.train.Optimizer`, whose one is taken.
             shard: "states" if the devices of a stage divide the optimizer's state among them.
+            donate: whether new parameters and states may take the memory of the old ones, which cannot
+                be used any more then, nor what `place` made them of.
         """
         placement = self._schedule.placement
-        return PipelineOptimizer(transform, self._places, placement, shard, self._hosts)
+        return PipelineOptimizer(transform, self._places, placement, shard, self._hosts, donate)
 
     def _is_here(self, position: int) -> bool:
         return self._hosts.is_here(self._schedule.placement[position])
@@ -149,7 +180,8 @@ class Pipelined:
         Args:
             params: a nest of arrays or variables for each stage, copied to the
                 stage's devices.
-            *batch: nests of arrays with the examples along the first dim.
+            *batch: nests of arrays with the examples along the first dim. A worker may give None for
+                what its stages do not take; see `takes`.
         """
         params = _values(params)
         with self._hosts.naming(self.stages):
@@ -221,9 +253,11 @@ class Pipelined:
                 "it outside of jax.jit, px.function and jax.grad; value_and_grad has the gradients."
             )
         s = self._schedule
+        batch = self._hosts.completed(batch)
         cut = cut_batch(batch, s.micro_batches, s.slices, self._options.reduction)
         mine = [i for i in range(len(self._parts)) if self._is_here(i)]
         runners = {i: self._maker.runner(i, len(batch), has_loss) for i in mine}
+        _check_given(runners, batch)
         shapes = self._shapes(params, cut, runners, has_loss)
         weights = self._weights(params)
         exchange = HostExchange(s, self._places, self._hosts, shapes, cut.rows)
@@ -351,6 +385,17 @@ class Pipelined:
             return value
         held = None if value is None else jax.tree.map(np.asarray, value)
         return jax.tree.map(jnp.asarray, self._hosts.told(held, self._schedule.placement[-1]))
+
+
+def _check_given(runners: Mapping[int, Any], batch: Sequence[Any]) -> None:
+    """Require that stages have the arguments that they take."""
+    for position, runner in runners.items():
+        for n in runner.takes:
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch[n])):
+                raise InvalidValueError(
+                    f"Stage {position}, which is here, takes argument {n} of the batch; see "
+                    "Pipelined.takes. Received: None, or a shape in place of an array"
+                )
 
 
 def _values(params: Any) -> Any:

@@ -15,6 +15,7 @@ from phalanx.parallel.pipelines.named_schedules import schedule as make_schedule
 from phalanx.parallel.pipelines.pipelined import Pipelined
 from phalanx.parallel.pipelines.schedule import PipelineSchedule
 from phalanx.parallel.pipelines.stages import DATA_AXIS, Stage, places
+from phalanx.parallel.pipelines.strategy import places_in_scope
 from phalanx.runtime.devices import DeviceLike
 from phalanx.runtime.formatting import shown
 
@@ -57,8 +58,8 @@ def pipeline(
         chunks: how many of the `stages` share devices; by default as few as the schedule needs.
         slices: into how many sequences are cut, along the second dim of the batch. Functions that
             look at other positions are `Stage(…, carries=True)`.
-        devices: equal numbers of neighbours are a stage; by default all accelerators, or all CPU
-            devices where there is none.
+        devices: equal numbers of neighbours are a stage; by default those of the `PipelineStrategy`
+            in whose scope it is called, else all accelerators, or all CPU devices where there is none.
         mesh: with an axis "stage" and perhaps others, in place of devices.
         data_axis: the axis of the mesh along which micro batches are cut.
         layouts: for each of the `stages`, the layouts of parameters by name, as `PartitionSpec`. Others
@@ -71,8 +72,9 @@ def pipeline(
         has_aux: whether the loss returns a pair, of which the second are metrics. They are combined
             like losses.
         workers: whether each worker of the job has stages of its own, in the order of their ranks. All
-            workers call the same functions with the same batch; `devices` and `mesh` are those of this
-            worker's stages. Activations travel as messages of `px.comm`.
+            workers call the same functions with the same batch, or with None for what their stages do
+            not take; `devices` and `mesh` are those of this worker's stages. Activations travel as
+            messages of `px.comm`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -97,7 +99,9 @@ def pipeline(
     )
     hosts: StageHosts = WorkerHosts(planned.stages) if workers else LocalHosts()
     mine = [stage for stage in range(planned.stages) if hosts.is_here(stage)]
-    found = dict(zip(mine, places(len(mine), devices, mesh, data_axis), strict=True))
+    chosen = places_in_scope(len(mine)) if devices is None and mesh is None else None
+    chosen = chosen or places(len(mine), devices, mesh, data_axis)
+    found = dict(zip(mine, chosen, strict=True))
     return Pipelined(tuple(parts), planned, found, options, hosts)
 
 

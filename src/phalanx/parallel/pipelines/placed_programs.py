@@ -7,8 +7,8 @@ round. Only such numbers move.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from phalanx.execution.throttle import token
-from phalanx.parallel.pipelines.chunk_programs import Inlined
+from phalanx.parallel.pipelines.halves import Inlined
 from phalanx.parallel.pipelines.hosts import StageHosts
 from phalanx.runtime import compat
 
@@ -227,6 +227,7 @@ class RoundRunner:
         move: brings a value to a place.
         start: runs a program.
         shardings: of results, by their numbers; others are as XLA lays them out.
+        donated: the numbers of arguments whose memory results may take.
     """
 
     def __init__(
@@ -236,9 +237,11 @@ class RoundRunner:
         move: Callable[[Any, int], Any],
         start: Callable[..., Any],
         shardings: Mapping[int, Sharding],
+        donated: Iterable[int] = (),
     ) -> None:
         self._placed, self._hosts, self._move, self._start = placed, hosts, move, start
-        self._programs = [_jitted(r, shardings) for r in placed.rounds]
+        given = _donations(placed, set(donated))
+        self._programs = [_jitted(r, shardings, given.get(i, ())) for i, r in enumerate(placed.rounds)]
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The results for some arguments. What is in other processes is a `jax.ShapeDtypeStruct`."""
@@ -285,7 +288,25 @@ class RoundRunner:
         return self._move(value, place)
 
 
-def _jitted(r: Round, shardings: Mapping[int, Sharding]) -> Callable[..., Any]:
+def _donations(placed: PlacedProgram, donated: set[int]) -> dict[int, list[int]]:
+    """Which operands each round may give away: nothing reads them later, and a result is like them."""
+    last = {n: i for i, r in enumerate(placed.rounds) for n in r.reads}
+    found: dict[int, list[int]] = {}
+    for i, r in enumerate(placed.rounds):
+        free = Counter(_kind(var) for var in r.program.jaxpr.outvars)
+        for place, (n, var) in enumerate(zip(r.reads, r.program.jaxpr.invars, strict=True)):
+            is_last = last[n] == i and n not in placed.results and placed.homes[n] == r.place
+            if n in donated and is_last and free[_kind(var)]:
+                free[_kind(var)] -= 1
+                found.setdefault(i, []).append(place)
+    return found
+
+
+def _kind(var: Any) -> Any:
+    return var.aval.shape, var.aval.dtype
+
+
+def _jitted(r: Round, shardings: Mapping[int, Sharding], donated: Sequence[int]) -> Callable[..., Any]:
     def program(*args: Any) -> Any:
         outs = compat.eval_jaxpr(r.program, args)
         laid_out = [
@@ -294,4 +315,4 @@ def _jitted(r: Round, shardings: Mapping[int, Sharding]) -> Callable[..., Any]:
         ]
         return laid_out, token(False)
 
-    return jax.jit(program)
+    return jax.jit(program, donate_argnums=tuple(donated))

@@ -97,6 +97,8 @@ class ChunkRunner:
 
 
 def _signature(x: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return x.shape, x.dtype, x.weak_type
     return np.shape(x), jnp.result_type(x), bool(getattr(x, "weak_type", False))
 
 
@@ -281,4 +283,4 @@ def _zeros_program(shapes: tuple[Any, ...], shardings: tuple[Any, ...]) -> Calla
 
 def as_weights(sums: Any, weights: Any) -> Any:
     """Gradients in the dtypes of the weights."""
-    return jax.tree.map(lambda g, w: g.astype(w.dtype), sums, weights)
+    return jax.tree.map(lambda g, w: g if g.dtype == w.dtype else g.astype(w.dtype), sums, weights)

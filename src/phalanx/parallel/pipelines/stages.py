@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from phalanx.errors import InvalidTypeError, InvalidValueError
+from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, default_devices, resolve_devices
 from phalanx.runtime.formatting import shown
 
@@ -32,14 +34,16 @@ class Stage:
         carries: for slices of sequences: the function takes one more argument, what it carried out of
             the slice before (None for the first one), and returns a pair, of which the second is
             carried on.
+        layers: of how many layers `split` has made it; None if it has not.
 
-    >>> Stage(lambda p, x: x * p)
-    Stage(function=<function <lambda> at ...>, takes=None, carries=False)
+    >>> Stage(lambda p, x: x * p).carries
+    False
     """
 
     function: Callable[..., Any]
     takes: tuple[int, ...] | None = None
     carries: bool = False
+    layers: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -51,8 +55,8 @@ def split(
 ) -> list[Stage]:
     """Cut a row of layers into stages, so that the most costly stage costs as little as possible.
 
-    The parameters of a stage are the list of those of its layers. `balanced` says how many layers each
-    stage has, and `Pipelined.grouped` cuts a list of parameters in the same way.
+    The parameters of a stage are the list of those of its layers. `Pipelined.grouped` cuts a list of
+    parameters in the same way.
 
     Args:
         model: layers: functions of parameters and of what the layer before returns.
@@ -64,11 +68,15 @@ def split(
     >>> len(stages), stages[0].function([1.0, 1.0], 3.0)
     (2, 12.0)
     """
-    layers = list(model)
+    layers = list(model) if isinstance(model, Iterable) else [None]
     if not all(callable(layer) for layer in layers):
-        raise InvalidTypeError(f"A model is a row of functions. Received: {shown(model)}")
+        raise InvalidTypeError(
+            "split takes a list of layers, which are functions of parameters and of what the layer "
+            "before returns. px.parallel.search_pipeline and PipelineCell cut a whole loss. "
+            f"Received: {shown(model)}"
+        )
     bounds = [0, *itertools.accumulate(balanced(costs or [1.0] * len(layers), count))]
-    return [Stage(_chained(layers[a:b])) for a, b in itertools.pairwise(bounds)]
+    return [Stage(_chained(layers[a:b]), layers=b - a) for a, b in itertools.pairwise(bounds)]
 
 
 def _chained(layers: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
@@ -119,22 +127,44 @@ class StagePlace:
 
     def rows(self, x: Any) -> NamedSharding:
         """How an array of examples is laid out: cut along its first dim, if that divides."""
-        parts = dict(self.mesh.shape).get(self.data_axis or "", 1)
+        parts = self._parts
         shape = np.shape(x)
         cut = parts > 1 and shape and shape[0] and shape[0] % parts == 0
-        return NamedSharding(self.mesh, PartitionSpec(self.data_axis) if cut else PartitionSpec())
+        return self._cut if cut else self._whole
+
+    @cached_property
+    def _parts(self) -> int:
+        return dict(self.mesh.shape).get(self.data_axis or "", 1)
+
+    @cached_property
+    def _cut(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(self.data_axis))
+
+    @cached_property
+    def _whole(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def whole(self) -> NamedSharding:
         """The layout of what every device holds."""
-        return NamedSharding(self.mesh, PartitionSpec())
+        return self._whole
 
     def put_rows(self, nest: Any) -> Any:
         """A nest of arrays of examples, here; the copy goes on while others compute."""
-        return jax.tree.map(lambda x: jax.device_put(x, self.rows(x)), nest)
+        return jax.tree.map(self._put_row, nest)
+
+    def _put_row(self, x: Any) -> Any:
+        if self.mesh.size == 1 and _is_in_one_piece(x):  # which is much cheaper than what follows
+            return compat.put_pieces(x.shape, self._whole, [x], [self.mesh.devices.flat[0]])
+        return jax.device_put(x, self.rows(x))
 
     def put(self, nest: Any, layouts: Mapping[str, Any] | None = None) -> Any:
         """Parameters, here. What is here already stays as it is laid out, if no layout is given."""
-        return jax.tree.map(jax.device_put, nest, self.shardings(nest, layouts))
+
+        def put(x: Any, sharding: NamedSharding) -> Any:
+            is_here = isinstance(x, jax.Array) and x.sharding == sharding
+            return x if is_here else jax.device_put(x, sharding)
+
+        return jax.tree.map(put, nest, self.shardings(nest, layouts))
 
     def shardings(self, nest: Any, layouts: Mapping[str, Any] | None = None) -> Any:
         """How parameters are laid out here: as given by name, as they are, or whole."""
@@ -149,6 +179,13 @@ class StagePlace:
             return self.whole()
 
         return jax.tree_util.tree_map_with_path(sharding, nest)
+
+
+def _is_in_one_piece(x: Any) -> bool:
+    """Whether an array is on one device, and of a dtype that needs no care."""
+    if not isinstance(x, jax.Array) or compat.is_tracer(x) or compat.is_key_array(x):
+        return False
+    return x.is_fully_addressable and len(x.sharding.device_set) == 1
 
 
 def places(

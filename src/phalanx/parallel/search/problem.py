@@ -42,6 +42,13 @@ class Problem:
         return float(alone + sum(m[values[a], values[b]] for a, b, _, m in self.edges if m is not None))
 
     @cached_property
+    def weights(self) -> Problem:
+        """The same variables, with their bytes as costs."""
+        zero = {id(t): np.zeros_like(t) for _, _, t, m in self.edges if m is None}
+        edges = tuple((a, b, zero[id(t)] if m is None else m, None) for a, b, t, m in self.edges)
+        return Problem(self.memory, self.memory, edges)
+
+    @cached_property
     def neighbours(self) -> tuple[tuple[tuple[int, Table, Table | None, bool], ...], ...]:
         """The edges of each variable: the other one, both tables, whether this one is first."""
         found: list[list[tuple[int, Table, Table | None, bool]]] = [[] for _ in self.costs]

@@ -28,6 +28,7 @@ from phalanx.testing.faults.checkers import (
     reads_advance,
     staleness_held,
 )
+from phalanx.testing.faults.exploring import JobVerdict, Laboratory, shrink
 from phalanx.testing.faults.history import (
     ClosureEnded,
     ClosureRaised,
@@ -39,10 +40,24 @@ from phalanx.testing.faults.history import (
     ServersAtEnd,
     ServersRead,
 )
+from phalanx.testing.faults.job_checkers import (
+    checkpoints_kept,
+    ended_well,
+    examples_once,
+    job_failures_named,
+    job_violations,
+    nothing_left,
+    same_state,
+)
+from phalanx.testing.faults.job_history import JobHistory, Life
+from phalanx.testing.faults.jobs import JOB_FAULTS, JobFault, JobSchedule, random_job_schedule
+from phalanx.testing.faults.playing import JobRun, run
 from phalanx.testing.faults.proxies import Proxies
+from phalanx.testing.faults.recording import point, record
 from phalanx.testing.faults.schedules import KINDS, Fault, Schedule, random_schedule
 
 __all__ = [
+    "JOB_FAULTS",
     "KINDS",
     "ClosureEnded",
     "ClosureRaised",
@@ -51,18 +66,37 @@ __all__ = [
     "Fault",
     "Happened",
     "History",
+    "JobFault",
+    "JobHistory",
+    "JobRun",
+    "JobSchedule",
+    "JobVerdict",
+    "Laboratory",
+    "Life",
     "Named",
     "Proxies",
     "Schedule",
     "ServersAtEnd",
     "ServersRead",
+    "checkpoints_kept",
     "closure_violations",
     "effects_once",
+    "ended_well",
     "errors_once",
+    "examples_once",
     "failures_named",
+    "job_failures_named",
+    "job_violations",
+    "nothing_left",
     "nothing_lost",
+    "point",
+    "random_job_schedule",
     "random_schedule",
     "reads_advance",
+    "record",
+    "run",
+    "same_state",
+    "shrink",
     "staleness_held",
 ]
 

@@ -13,7 +13,7 @@ from phalanx.core.variables import Variable
 from phalanx.errors import ContextError, DataLossError, InvalidValueError, PhalanxError
 from phalanx.job.bootstrap import JobConnection
 from phalanx.job.connection import connected
-from phalanx.runtime import compat
+from phalanx.runtime import compat, laboratory
 from phalanx.train.checkpoints import orbax_files
 from phalanx.train.checkpoints.contents import Restoring, contents_of, is_iterator, spans_workers
 from phalanx.train.checkpoints.files import Saved, is_orbax
@@ -149,6 +149,7 @@ class Checkpoint:
         contents = transactions.between_steps(
             variables, lambda: contents_of(things, rank, positions, later=chosen.is_async)
         )
+        laboratory.reach("save", path=str(path.absolute()))
         number = "" if connection is None else self._saver.next_number()
         self._saver.save(Order(path, contents, chosen, connection, number, written, followed))
 
@@ -180,6 +181,7 @@ class Checkpoint:
         connection = _connection_of(things)
         path = path_of(save_path)
         line = ProgressLine(f"Restoring {path.name}", 0)
+        laboratory.reach("restore", path=str(path.absolute()))
         try:
             saved = open_checkpoint(path)
             restoring = Restoring(saved, things, 0 if connection is None else connection.rank)
@@ -193,8 +195,9 @@ class Checkpoint:
         line.total = restoring.size
         others = restoring.give()
         if others:
-            self._replace(others)
+            self.replace_values(others)
         line.done()
+        laboratory.note("restored", path=str(path.absolute()), digest=saved.digest)
         missing = [name for name in restoring.missing if name != _COUNTER]
         count = len(things) - len(restoring.missing)
         return CheckpointStatus(str(save_path), missing, restoring.unused, count)
@@ -214,7 +217,11 @@ class Checkpoint:
     def _found(self) -> dict[str, Any]:
         return found(self._objects())
 
-    def _replace(self, values: Mapping[str, Any]) -> None:
+    def things(self) -> dict[str, Any]:
+        """The variables, arrays, numbers and stateful objects, by name."""
+        return self._found()
+
+    def replace_values(self, values: Mapping[str, Any]) -> None:
         """Put arrays and numbers where they belong."""
         for name, thing in replaced(self._objects(), values).items():
             if name == "":

@@ -30,7 +30,17 @@ from phalanx.runtime.formatting import array_text, shown
 from phalanx.train.checkpoints.files import ArrayEntry, ArraySource, Saved
 from phalanx.train.checkpoints.trackables import is_stateful
 
-__all__ = ["Contents", "Restoring", "contents_of", "is_iterator", "spans_workers"]
+__all__ = [
+    "Contents",
+    "Restoring",
+    "contents_of",
+    "encoded",
+    "held_of",
+    "is_iterator",
+    "source_of",
+    "spans_workers",
+    "whole_contents",
+]
 
 _ARRAY = "$array"  # the name of an array in the state of an object
 
@@ -62,6 +72,20 @@ class Contents:
     def size(self) -> int:
         """The bytes of the arrays that this process writes."""
         return sum(source.size for source in self.arrays.values())
+
+
+def whole_contents(saved: Saved) -> Contents:
+    """All that a checkpoint holds, to write it anew in one piece."""
+    if strange := [name for name, value in saved.values.items() if "same" not in value]:
+        raise InvalidArgumentError(
+            f"The states of {strange} differ between workers, so they cannot be written as one. "
+            f"Received: {shown(str(saved.path))}"
+        )
+    contents = Contents(values={name: value["same"] for name, value in saved.values.items()})
+    for name, entry in saved.entries.items():
+        part = Part(whole(entry.shape), saved.read(name))
+        contents.arrays[name] = ArraySource(entry.shape, entry.dtype, [part], key=entry.key)
+    return contents
 
 
 def is_iterator(x: Any) -> bool:
@@ -101,15 +125,15 @@ def contents_of(
     contents = Contents()
     for name, thing in things.items():
         if isinstance(thing, (Variable, jax.Array | np.ndarray | np.generic)):
-            held, key = _held(thing)
-            contents.arrays[name] = _source(held, key, later and not isinstance(thing, Variable))
+            held, key = held_of(thing)
+            contents.arrays[name] = source_of(held, key, later and not isinstance(thing, Variable))
             if held.is_spread:
                 contents.spread.add(name)
         elif is_stateful(thing):
             state = (positions or {}).get(name)
             state = thing.state() if state is None else state
             arrays: dict[str, ArraySource] = {}
-            contents.values[name] = _encoded(name, state, arrays, rank, later)
+            contents.values[name] = encoded(name, state, arrays, rank, later)
             contents.arrays |= arrays
             if not is_iterator(thing) or state.get("workers", 1) > 1:
                 contents.spread |= {name, *arrays}
@@ -118,7 +142,7 @@ def contents_of(
     return contents
 
 
-def _held(thing: Any) -> tuple[HeldParts, str | None]:
+def held_of(thing: Any) -> tuple[HeldParts, str | None]:
     """The parts of an array or a variable, and which random keys they are."""
     if isinstance(thing, Variable) and not _is_key(thing.dtype):
         return held_parts(thing), None
@@ -132,7 +156,8 @@ def _held(thing: Any) -> tuple[HeldParts, str | None]:
     return HeldParts(copy.shape, copy.dtype, (Part(whole(copy.shape), copy),)), None
 
 
-def _source(held: HeldParts, key: str | None, copied: bool) -> ArraySource:
+def source_of(held: HeldParts, key: str | None, copied: bool) -> ArraySource:
+    """What is written of parts; a copy of them if they may be gone by then."""
     parts = tuple(Part(x.region, _copy(x.source)) for x in held.parts) if copied else held.parts
     for part in parts:
         if isinstance(part.source, jax.Array):
@@ -149,20 +174,20 @@ def _is_key(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def _encoded(path: str, state: Any, arrays: dict[str, ArraySource], rank: int, later: bool) -> Any:
+def encoded(path: str, state: Any, arrays: dict[str, ArraySource], rank: int, later: bool) -> Any:
     """The state of an object as JSON, with its arrays beside."""
     if isinstance(state, jax.Array | np.ndarray | np.generic):
         name = f"{path}@{rank}" if rank else path
-        arrays[name] = _source(*_held(state), later)
+        arrays[name] = source_of(*held_of(state), later)
         return {_ARRAY: name}
     if isinstance(state, Mapping):
         if strange := [key for key in state if not isinstance(key, str) or key == _ARRAY]:
             raise InvalidTypeError(
                 f"The keys of a state must be strings. Received: {shown(strange[0])} in {path!r}"
             )
-        return {key: _encoded(f"{path}/{key}", x, arrays, rank, later) for key, x in state.items()}
+        return {key: encoded(f"{path}/{key}", x, arrays, rank, later) for key, x in state.items()}
     if isinstance(state, list | tuple):
-        return [_encoded(f"{path}/{i}", x, arrays, rank, later) for i, x in enumerate(state)]
+        return [encoded(f"{path}/{i}", x, arrays, rank, later) for i, x in enumerate(state)]
     if state is None or isinstance(state, bool | int | float | str):
         return state
     raise InvalidTypeError(

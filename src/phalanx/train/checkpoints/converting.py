@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shutil
 
-from phalanx.core.regions import whole
-from phalanx.core.variable_parts import Part
-from phalanx.errors import InvalidArgumentError, InvalidValueError
+from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.train.checkpoints import files, orbax_files
 from phalanx.train.checkpoints.checkpoint import open_checkpoint
-from phalanx.train.checkpoints.contents import Contents
+from phalanx.train.checkpoints.contents import whole_contents
 from phalanx.train.checkpoints.options import FORMATS
 from phalanx.train.checkpoints.state import path_of
 
@@ -41,16 +39,7 @@ def convert_checkpoint(source: str, target: str, format: str = "orbax") -> None:
         raise InvalidValueError(
             f"`format` must be one of {', '.join(FORMATS)}. Received: {shown(format)}"
         )
-    saved = open_checkpoint(path_of(source))
-    if strange := [name for name, value in saved.values.items() if "same" not in value]:
-        raise InvalidArgumentError(
-            f"The states of {strange} differ between workers, so they cannot be written as one. "
-            f"Received: {shown(str(source))}"
-        )
-    contents = Contents(values={name: value["same"] for name, value in saved.values.items()})
-    for name, entry in saved.entries.items():
-        part = Part(whole(entry.shape), saved.read(name))
-        contents.arrays[name] = files.ArraySource(entry.shape, entry.dtype, [part], key=entry.key)
+    contents = whole_contents(open_checkpoint(path_of(source)))
     path = path_of(target)
     partial = files.begin(path)
     try:

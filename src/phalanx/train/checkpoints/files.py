@@ -26,6 +26,7 @@ import numpy as np
 from phalanx.core.regions import Box, Flat, Region, assemble, whole
 from phalanx.core.variable_parts import Part
 from phalanx.errors import DataLossError, NotFoundError
+from phalanx.runtime import laboratory
 from phalanx.runtime.file_names import exchange_names
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.processes import is_alive
@@ -41,6 +42,7 @@ __all__ = [
     "read_part",
     "remove",
     "remove_leftovers",
+    "write_index",
     "write_part",
 ]
 
@@ -188,6 +190,14 @@ def commit(partial: Path, path: Path, parts: Sequence[Mapping[str, Any]]) -> int
     Returns:
         The bytes of its arrays.
     """
+    arrays = write_index(partial, parts)
+    flush_folder(partial)
+    put_in_place(partial, path)
+    return sum(chunk["size"] for entry in arrays.values() for chunk in entry["chunks"])
+
+
+def write_index(partial: Path, parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Write one index of what processes have written; returns its arrays."""
     arrays: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, entry in part["arrays"].items():
@@ -198,9 +208,7 @@ def commit(partial: Path, path: Path, parts: Sequence[Mapping[str, Any]]) -> int
     values = _merged([part["values"] for part in parts])
     body = {"version": VERSION, "workers": len(parts), "arrays": arrays, "values": values}
     _write_json(partial / INDEX, body)
-    flush_folder(partial)
-    put_in_place(partial, path)
-    return sum(chunk["size"] for entry in arrays.values() for chunk in entry["chunks"])
+    return arrays
 
 
 def _merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -226,6 +234,7 @@ def _write_array(
         for start in range(0, len(data), _PIECE):
             piece = data[start : start + _PIECE].data
             checksum = zlib.crc32(piece, checksum)
+            laboratory.reach("write")
             _write_all(file, piece)
             if progress is not None:
                 progress(len(piece))
@@ -269,6 +278,14 @@ def flush_folder(folder: Path) -> None:
 
 def put_in_place(partial: Path, path: Path) -> None:
     """Give a directory its name; one that has it already goes, in the same moment if possible."""
+    laboratory.reach("commit", path=str(path.absolute()))
+    _put_in_place(partial, path)
+    if laboratory.is_active():
+        digest = None if is_orbax(path) else Saved(path).digest
+        laboratory.note("committed", path=str(path.absolute()), digest=digest)
+
+
+def _put_in_place(partial: Path, path: Path) -> None:
     if path.exists() and exchange_names(partial, path):
         flush_folder(path.parent)
         shutil.rmtree(partial, ignore_errors=True)

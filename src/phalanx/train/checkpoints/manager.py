@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.core.variables import Variable
 from phalanx.errors import DataLossError, InvalidTypeError, InvalidValueError, NotFoundError
+from phalanx.runtime import laboratory
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import Bell
 from phalanx.train.checkpoints.checkpoint import Checkpoint
@@ -205,6 +206,7 @@ class CheckpointManager:
             update_state(self._folder, DirectoryState(names, times, until))
             self._kept = kept
         for old in removed:
+            laboratory.note("removed", path=str((self._folder / old).absolute()))
             remove(self._folder / old)
 
     def _refresh(self) -> None:

@@ -7,7 +7,10 @@ item ``values``, as JSON. Checkpoints that other programs wrote with Orbax are r
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core.regions import Region, assemble, whole
-from phalanx.errors import DataLossError, InvalidValueError, MissingPackageError
+from phalanx.errors import (
+    DataLossError,
+    DeadlineExceededError,
+    InvalidValueError,
+    MissingPackageError,
+)
+from phalanx.runtime import laboratory
 from phalanx.runtime.formatting import shown
 from phalanx.train.checkpoints.contents import Contents
 from phalanx.train.checkpoints.files import (
@@ -28,7 +37,7 @@ from phalanx.train.checkpoints.files import (
     put_in_place,
 )
 
-__all__ = ["SavedByOrbax", "write"]
+__all__ = ["SavedByOrbax", "write", "write_elsewhere"]
 
 Array = np.ndarray[Any, Any]
 _ARRAYS, _VALUES = "default", "values"
@@ -55,7 +64,10 @@ def _handler(orbax: Any) -> Any:
     )
     arrays = orbax.PyTreeCheckpointHandler(multiprocessing_options=alone)
     values = orbax.JsonCheckpointHandler(multiprocessing_options=alone)
-    handler = orbax.CompositeCheckpointHandler(default=arrays, values=values)
+    together = orbax.CompositeOptions(multiprocessing_options=alone)
+    handler = orbax.CompositeCheckpointHandler(
+        default=arrays, values=values, composite_options=together
+    )
     if jax.process_count() == 1:
         return orbax.Checkpointer(handler)
     return orbax.Checkpointer(handler, multiprocessing_options=alone)
@@ -82,6 +94,42 @@ def write(partial: Path, path: Path, contents: Contents) -> None:
     flush_folder(target)
     put_in_place(target, path)
     shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_elsewhere(source: Path, path: Path, seconds: float) -> None:
+    """Write a checkpoint of the usual format anew, in a process of its own.
+
+    Orbax waits for all processes of JAX's runtime, also for those that do not save. So a process that
+    is none of them does it.
+
+    Args:
+        source: the directory of the checkpoint.
+        path: the directory to write.
+        seconds: how long it may take.
+    """
+    _orbax()  # a missing package is an error here
+    own = ("TF_CONFIG", "PHALANX_", "XLA_FLAGS", laboratory.FOLDER)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    code = "import sys, phalanx; phalanx.train.convert_checkpoint(*sys.argv[1:])"
+    try:
+        subprocess.run(
+            [sys.executable, "-c", code, str(source.absolute()), str(path.absolute()), "orbax"],
+            env={**environ, "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceededError(
+            f"Orbax did not write a checkpoint within {seconds:g} seconds (PHALANX_DEADLINE). "
+            f"Received: {shown(str(path))}"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise DataLossError(
+            f"Orbax could not write a checkpoint: {error.stderr[-1000:]} Received: {shown(str(path))}"
+        ) from None
 
 
 def _whole(source: ArraySource) -> Array:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import logging
 import shutil
 import threading
@@ -23,6 +22,8 @@ from phalanx.job.bootstrap import JobConnection
 from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import start
+from phalanx.runtime.processes import lower_priority
+from phalanx.runtime.shared_numbers import SharedCount
 from phalanx.train.checkpoints import files, orbax_files
 from phalanx.train.checkpoints.contents import Contents
 from phalanx.train.checkpoints.options import CheckpointOptions
@@ -32,7 +33,7 @@ __all__ = ["Order", "Saver"]
 
 _log = logging.getLogger("phalanx")
 
-_serials = itertools.count()
+_serials = SharedCount()
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Saver:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._serial, self._shared = next(_serials), 0
+        self._serial, self._shared = _serials.next(), 0
 
     def next_number(self) -> str:
         """Of the next checkpoint that workers save together, all with their savers of this serial."""
@@ -83,6 +84,7 @@ class Saver:
         start(self._thread)
 
     def _run(self, order: Order) -> None:
+        lower_priority()
         try:
             _perform(order)
         except BaseException as error:  # noqa: BLE001 - the thread that trains is told
@@ -131,18 +133,18 @@ def _write_alone(order: Order) -> None:
 
 def _write_and_commit(order: Order, partial: Path, gather: Callable[[Any], list[Any]]) -> None:
     line = ProgressLine(f"Saving {order.path.name}", order.contents.size)
-    if order.options.format == "orbax":
-        if order.contents.is_spread and order.connection is not None:
-            raise InvalidValueError(
-                "Parts of the values are on other workers, and the format of Orbax is written by one "
-                "process. Save in the usual format, and convert by px.train.convert_checkpoint. "
-                f"Received: format={shown(order.options.format)}"
-            )
-        orbax_files.write(partial, order.path, order.contents)
+    contents, is_orbax = order.contents, order.options.format == "orbax"
+    if is_orbax and order.connection is None:
+        orbax_files.write(partial, order.path, contents)
     else:
-        contents = order.contents
         own = files.write_part(partial, 0, contents.arrays, contents.values, line.add)
-        files.commit(partial, order.path, gather(own))
+        parts = gather(own)
+        if is_orbax:
+            files.write_index(partial, parts)
+            orbax_files.write_elsewhere(partial, order.path, worker_deadline())
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            files.commit(partial, order.path, parts)
     order.written()
     line.done()
 

@@ -1,0 +1,206 @@
+"""``phalanx chaos``: play random schedules of faults over a user's own program, and judge it."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from phalanx.cli.arguments import count, positive, seconds
+from phalanx.cli.run import quiet_jax
+from phalanx.errors import InvalidValueError
+from phalanx.runtime.formatting import shown
+from phalanx.testing.faults.exploring import JobVerdict, Laboratory
+from phalanx.testing.faults.job_history import JobHistory
+from phalanx.testing.faults.jobs import JOB_FAULTS, JobSchedule, random_job_schedule
+
+__all__ = ["add_chaos_parser"]
+
+_DESCRIPTION = """\
+Run a program undisturbed, and then under random schedules of faults: workers are killed, frozen and
+slowed down, they raise, are told that their machine goes away, lose their connections, find damaged
+checkpoints or a full disk. After a failure the job is started again, as phalanx run --restarts does. A
+schedule is right if the job succeeds, each failure was named in time, no process, port or half written
+file is left, and the checkpoints are whole. Programs that call px.testing.faults.record are checked for
+examples that count twice or not at all, too, and for another final state than undisturbed. {folder} in
+the arguments of the program stands for a new folder in each run; a program without it runs in such a
+folder.
+"""
+
+
+def add_chaos_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``phalanx chaos`` to the command line."""
+    parser = commands.add_parser(
+        "chaos",
+        help="play random faults over a program, and see whether it survives them",
+        description=_DESCRIPTION,
+        usage="phalanx chaos [options] script.py [arguments ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--schedules", type=positive, default=10, metavar="N", help="how many (default: %(default)s)"
+    )
+    parser.add_argument("-n", "--workers", type=positive, metavar="N", help="default: 2, 3 or 4")
+    parser.add_argument("--seed", type=count, default=0, help="of the first one (default: 0)")
+    parser.add_argument(
+        "--faults",
+        default=",".join(JOB_FAULTS),
+        metavar="KIND,…",
+        help="what may go wrong (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=positive, metavar="N", help="of the program (default: as many as undisturbed)"
+    )
+    parser.add_argument(
+        "--restarts", type=count, metavar="K", help="default: as often as faults end the job"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=seconds,
+        default=15.0,
+        metavar="S",
+        help="how long workers wait for each other (default: %(default)g seconds)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="how long one job may take (default: %(default)g seconds)",
+    )
+    parser.add_argument("--devices-per-worker", type=positive, metavar="D", help="logical CPU devices")
+    parser.add_argument(
+        "--shrink",
+        type=count,
+        default=20,
+        metavar="N",
+        help="jobs to play to make the first schedule that fails smaller (default: %(default)s)",
+    )
+    parser.add_argument("--history", metavar="FOLDER", help="write the histories as lines of JSON")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the program and its arguments")
+    parser.set_defaults(function=chaos)
+
+
+def chaos(options: argparse.Namespace) -> int:
+    """Do what the command line says; returns the exit code."""
+    words = options.script[1:] if options.script[:1] == ["--"] else options.script
+    if not words:
+        raise InvalidValueError("Say which program to run: phalanx chaos train.py. Received: nothing")
+    kinds = [kind for kind in options.faults.split(",") if kind]
+    if not kinds or set(kinds) - set(JOB_FAULTS):
+        raise InvalidValueError(
+            f"--faults must be of {', '.join(JOB_FAULTS)}. Received: {shown(options.faults)}"
+        )
+    laboratory = Laboratory(
+        words,
+        options.deadline,
+        {
+            "timeout": options.timeout,
+            "devices": options.devices_per_worker,
+            "restarts": options.restarts,
+        },
+    )
+    console = Console(file=sys.stdout)
+    with quiet_jax():
+        verdicts = _play(laboratory, options, kinds, console)
+        console.print(table(verdicts))
+        wrong = [verdict for verdict in verdicts if verdict.violations]
+        console.print(summary(verdicts), highlight=False)
+        if wrong:
+            _explain(laboratory, wrong[0], options.shrink, console)
+    return 1 if wrong else 0
+
+
+def _play(
+    laboratory: Laboratory, options: argparse.Namespace, kinds: Sequence[str], console: Console
+) -> list[JobVerdict]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    found: list[JobVerdict] = []
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
+        bar = progress.add_task("undisturbed", total=options.schedules)
+        first = laboratory.undisturbed(options.workers or 2)
+        steps = options.steps or _steps(first.history)
+        console.print(f"Undisturbed: {first.seconds:.1f} s, {steps} steps", highlight=False)
+        for seed in range(options.seed, options.seed + options.schedules):
+            schedule = random_job_schedule(
+                seed, options.workers, kinds=kinds, steps=steps, deadline=options.deadline
+            )
+            progress.update(bar, description=f"seed {seed}")
+            verdict = laboratory.play(schedule)
+            found.append(verdict)
+            _keep(verdict, options.history)
+            progress.advance(bar)
+            if verdict.violations or not console.is_terminal:
+                console.print(f"seed {seed}: {verdict.outcome}", highlight=False)
+    return found
+
+
+def _steps(history: JobHistory) -> int:
+    """How many steps a worker has begun, at least two."""
+    counted = Counter(life.worker for life, _ in history.all("step"))
+    return max([2, *counted.values()])
+
+
+def _keep(verdict: JobVerdict, folder: str | None) -> None:
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder, f"seed-{verdict.run.schedule.seed}.jsonl")
+        path.write_text(verdict.run.history.lines())
+
+
+def table(verdicts: Sequence[JobVerdict]) -> Table:
+    """Schedules, what became of them, and how long it took."""
+    shown_table = Table(title="Fault schedules")
+    for name in ("seed", "workers", "faults that happened", "outcome"):
+        shown_table.add_column(name)
+    for name in ("named after", "next step after"):
+        shown_table.add_column(name, justify="right")
+    for verdict in verdicts:
+        schedule: JobSchedule = verdict.run.schedule
+        happened = ", ".join(verdict.happened) or "none"
+        style = "red" if verdict.violations else None
+        times = [_seconds(verdict.detection), _seconds(verdict.recovery)]
+        shown_table.add_row(
+            str(schedule.seed), str(schedule.workers), happened, verdict.outcome, *times, style=style
+        )
+    return shown_table
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
+
+
+def summary(verdicts: Sequence[JobVerdict]) -> str:
+    """The verdict over all schedules, in a line or two."""
+    wrong = [verdict for verdict in verdicts if verdict.violations]
+    happened = sum(len(verdict.happened) for verdict in verdicts)
+    words = [f"{len(verdicts) - len(wrong)} of {len(verdicts)} schedules are right; {happened} faults."]
+    for what, values in (
+        ("Named", [v.detection for v in verdicts]),
+        ("The next step came", [v.recovery for v in verdicts]),
+    ):
+        known = [value for value in values if value is not None]
+        if known:
+            middle, longest = statistics.median(known), max(known)
+            words.append(f"{what} after {middle:.2f} s (median), {longest:.2f} s at most.")
+    return " ".join(words)
+
+
+def _explain(laboratory: Laboratory, first: JobVerdict, most: int, console: Console) -> None:
+    console.print(f"\n{first}", highlight=False, markup=False)
+    smallest = first
+    if most:
+        console.print(f"Looking for a smaller schedule that fails, in {most} jobs at most …")
+        smallest = laboratory.shrink(first.run.schedule, most)
+        console.print(f"\nThe smallest that was found: {smallest}", highlight=False, markup=False)
+    code = smallest.run.schedule.code()
+    console.print(f"\nAs code:\n\n{code}\n", highlight=False, markup=False)
+    console.print("The end of its output:", highlight=False)
+    console.print(smallest.run.output[-3000:], highlight=False, markup=False)

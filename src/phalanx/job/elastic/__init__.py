@@ -1,0 +1,1 @@
+"""Jobs whose workers come and go: who is in, since which step, and where the door is."""

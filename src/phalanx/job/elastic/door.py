@@ -1,0 +1,303 @@
+"""The door of an elastic job: a server in the launcher, at which workers wait for their generation.
+
+It outlives every generation. Each generation of several workers has a hub of its own, with a service of
+JAX for as many processes; the door says where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from phalanx.errors import InvalidValueError
+from phalanx.job.elastic.membership import (
+    Again,
+    Begin,
+    ElasticMembership,
+    End,
+    Fail,
+    Generation,
+    Order,
+    Release,
+    Spawn,
+    Stop,
+)
+from phalanx.job.hub import fields
+from phalanx.job.hub.descriptions import Task
+from phalanx.job.hub.server import Hub
+from phalanx.net.addresses import join_address, listen
+from phalanx.net.client import connect
+from phalanx.net.connection import Connection
+from phalanx.net.event_loop import EventLoop
+from phalanx.net.framing import Message
+from phalanx.net.listener import Listener
+
+__all__ = ["DOOR", "Door", "DoorDisplay", "Host"]
+
+DOOR = {"service": "door"}
+"""What connections of workers that wait are for."""
+
+_TICK = 0.25  # seconds
+_LONGEST_NUMBER = 1 << 62
+
+
+class Host(Protocol):
+    """What the door needs of the launcher. Called in the door's thread; must not wait."""
+
+    def spawn(self, count: int) -> None:
+        """Start so many workers more."""
+
+    def end(self, worker: int) -> None:
+        """Kill the process of a worker."""
+
+    def failed(self, text: str) -> None:
+        """The job cannot go on."""
+
+    def address_of(self, worker: int) -> str:
+        """Where a worker is."""
+
+    def cause_of_death(self, worker: int) -> int | None:
+        """The exit code of a worker that may have ended."""
+
+
+class DoorDisplay(Protocol):
+    """Shows people what happens at the door."""
+
+    def generation(self, generation: Generation, names: Sequence[str], hub: Hub | None) -> None:
+        """A generation begins."""
+
+
+class Door:
+    """The server; a context manager.
+
+    Args:
+        membership: who is in.
+        token: what every process of the job knows, and no other.
+        launcher: starts and ends processes.
+        host: the address to listen at.
+        display: is told of each generation.
+    """
+
+    def __init__(
+        self,
+        membership: ElasticMembership,
+        token: str,
+        launcher: Host,
+        host: str = "127.0.0.1",
+        display: DoorDisplay | None = None,
+    ) -> None:
+        self._state, self._token, self._host = membership, token, host
+        self._launcher, self._display = launcher, display
+        self._loop = EventLoop("phalanx-door")
+        self._connections: dict[int, Connection] = {}
+        self._names: dict[int, str] = {}
+        self._tasks: dict[Task, int] = {}
+        self._hub: Hub | None = None
+        self._closing: list[threading.Thread] = []
+        sock = listen(host, 0)
+        self.address = join_address(host, sock.getsockname()[1])
+        """Where workers come to."""
+        self._listener = Listener(
+            self._loop, [sock], token.encode(), self._admit, lambda purpose: purpose == DOOR
+        )
+        self._loop.repeat(_TICK, self._tick)
+
+    def __enter__(self) -> Door:
+        self._loop.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._loop.call(self._listener.close)
+        self._loop.close()
+        for connection in list(self._connections.values()):
+            connection.socket.close()
+        self._retire(self._hub)
+        for thread in self._closing:
+            thread.join(10.0)
+
+    @property
+    def membership(self) -> ElasticMembership:
+        """Who is in."""
+        return self._state
+
+    # -- what the launcher tells -----------------------------------------------------------------
+
+    def started(self, worker: int, name: str) -> None:
+        """The process of a worker has been started."""
+        self._loop.call(lambda: self._started(worker, name))
+
+    def exited(self, worker: int, code: int, how: str, replace: bool) -> None:
+        """The process of a worker has ended."""
+
+        def tell() -> None:
+            for task, number in self._tasks.items():
+                if number == worker and self._hub is not None:
+                    self._hub.exited(task, code)
+            self._do(self._state.gone(worker, how, time.monotonic(), replace))
+
+        self._loop.call(tell)
+
+    def fail(self, text: str) -> None:
+        """The program has failed: let all who wait know."""
+        self._loop.call(lambda: self._do(self._state.fail(text)))
+
+    def all_leave(self) -> None:
+        """All machines will be taken away."""
+
+        def tell() -> None:
+            for worker in self._state.alive:
+                self._do(self._state.leaves(worker, time.monotonic()))
+
+        self._loop.call(tell)
+
+    def resize(self, size: int) -> None:
+        """As many workers are wanted."""
+        self._loop.call(lambda: self._do(self._state.resize(size, time.monotonic())))
+
+    def _started(self, worker: int, name: str) -> None:
+        self._names[worker] = name
+        self._do(self._state.started(worker, name, time.monotonic()))
+
+    # -- what workers tell -----------------------------------------------------------------------
+
+    def _admit(self, sock: Any, purpose: dict[str, Any]) -> None:
+        peer: list[int] = []
+        connection = Connection(
+            self._loop,
+            sock,
+            lambda message: self._handle(connection, peer, message),
+            lambda error: self._lost(connection, peer),
+        )
+
+    def _lost(self, connection: Connection, peer: list[int]) -> None:
+        # A process that starts anew in its place comes back; one that has died is told of by exited.
+        if peer and self._connections.get(peer[0]) is connection:
+            del self._connections[peer[0]]
+
+    def _handle(self, connection: Connection, peer: list[int], received: Message) -> None:
+        message, now = received.fields, time.monotonic()
+        kind = message.get("type")
+        if kind == "resize":
+            self._answer_resize(connection, received, now)
+            return
+        if kind == "list":
+            connection.send(self._listed(), number=received.number)
+            return
+        worker = fields.whole(message, "worker")
+        if worker not in self._names:
+            raise InvalidValueError(f"There is no such worker. Received: {worker}")
+        peer[:] = [worker]
+        self._connections[worker] = connection
+        if kind == "arrived":
+            self._do(self._state.arrived(worker, now, message.get("recoverable") is True))
+        elif kind == "stopped":
+            step = fields.whole(message, "step")
+            self._do(self._state.stopped(worker, step, message.get("holds") is True, now))
+        elif kind == "finished":
+            self._do(self._state.finished(worker, fields.whole(message, "step"), now))
+        elif kind == "leaves":
+            self._do(self._state.leaves(worker, now))
+        elif kind != "back":  # which only says that the connection is new
+            raise InvalidValueError(f"There is no such message. Received: {kind!r:.80}")
+
+    def _answer_resize(self, connection: Connection, received: Message, now: float) -> None:
+        try:
+            size = fields.whole(received.fields, "workers")
+            orders = self._state.resize(size, now)
+        except InvalidValueError as error:
+            connection.send({"error": str(error)}, number=received.number)
+            return
+        self._do(orders)
+        connection.send(self._listed(), number=received.number)
+
+    def _listed(self) -> dict[str, Any]:
+        limits = self._state.limits
+        return {
+            "workers": [list(pair) for pair in self._state.describe()],
+            "wanted": self._state.target,
+            "minimum": limits.minimum,
+            "maximum": limits.maximum,
+        }
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._do(self._state.tick(time.monotonic()))
+
+    def _do(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            match order:
+                case Begin(generation):
+                    self._begin(generation)
+                case Stop(members, save):
+                    for worker in members:
+                        self._send(worker, {"type": "stop", "save": save})
+                case Again(worker):
+                    self._send(worker, {"type": "again"})
+                case Release(worker, why):
+                    self._send(worker, {"type": "release", "why": why})
+                case Spawn(count):
+                    self._launcher.spawn(count)
+                case End(worker):
+                    self._launcher.end(worker)
+                case Fail(text):
+                    for worker in list(self._connections):
+                        self._send(worker, {"type": "failure", "text": text})
+                    self._launcher.failed(text)
+
+    def _send(self, worker: int, message: Mapping[str, Any]) -> None:
+        connection = self._connections.get(worker)
+        if connection is not None:
+            connection.send(message)
+
+    def _begin(self, generation: Generation) -> None:
+        addresses = [self._launcher.address_of(worker) for worker in generation.members]
+        tasks = [Task("worker", rank, at) for rank, at in enumerate(addresses)]
+        self._tasks = dict(zip(tasks, generation.members, strict=True))
+        old, self._hub = self._hub, None
+        if len(tasks) > 1:
+            self._hub = Hub(tasks, self._token, self._host, cause_of_death=self._cause_of_death)
+            self._hub.start()
+        names = [self._names[worker] for worker in generation.members]
+        if self._display is not None:
+            self._display.generation(generation, names, self._hub)
+        about = {
+            "type": "begin",
+            "generation": generation.number,
+            "hub": None if self._hub is None else self._hub.address,
+            "addresses": addresses,
+            "names": names,
+            "step": generation.step,
+            "source": generation.source,
+            "holders": list(generation.holders),
+            "reason": generation.reason,
+            "maximum": self._state.limits.maximum,
+        }
+        for rank, worker in enumerate(generation.members):
+            self._send(worker, {**about, "rank": rank})
+        self._retire(old)
+
+    def _cause_of_death(self, task: Task) -> int | None:
+        worker = self._tasks.get(task)
+        return None if worker is None else self._launcher.cause_of_death(worker)
+
+    def _retire(self, hub: Hub | None) -> None:
+        """Close the hub of a generation that is over, in a thread: it waits for those who leave it."""
+        if hub is not None:
+            thread = threading.Thread(target=_close, args=(hub,), name="phalanx-retire", daemon=True)
+            thread.start()
+            self._closing = [*(t for t in self._closing if t.is_alive()), thread]
+
+
+def _close(hub: Hub) -> None:
+    with contextlib.suppress(Exception):  # it is no longer needed
+        hub.close()
+
+
+def connect_to_door(address: str, token: str, timeout: float) -> Any:
+    """Connect to a door, trying again until `timeout` has passed."""
+    hint = "It runs in the launcher: phalanx run --workers MIN:MAX. "
+    return connect(address, token.encode(), DOOR, timeout, peer="door", hint=hint)

@@ -1,0 +1,272 @@
+"""What goes wrong in a job of workers that train together: values that follow from a seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from phalanx.errors import InvalidValueError
+from phalanx.runtime.formatting import shown
+
+__all__ = ["JOB_FAULTS", "JobFault", "JobSchedule", "random_job_schedule"]
+
+_ANYWHERE = ("input", "step", "save", "restore", "record")
+
+JOB_FAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "kill": ("start", *_ANYWHERE, "write", "commit"),  # SIGKILL
+        "freeze": _ANYWHERE,  # SIGSTOP, and SIGCONT after a while
+        "raise": ("start", *_ANYWHERE),  # an exception
+        "slow": _ANYWHERE,  # the worker sleeps for a while
+        "notice": ("input", "step", "record"),  # SIGTERM or SIGUSR1: the machine will be taken away
+        "cut": ("input", "step", "record"),  # all TCP connections of the worker end
+        "corrupt": ("start",),  # a bit of the newest checkpoint flips, if there is an older one
+        "truncate": ("start",),  # a file of the newest one loses its end, if there is an older one
+        "full": ("write",),  # the disk is full
+        "clock": ("start", "step"),  # Python's `time.time` jumps
+    }
+)
+"""What can go wrong with a worker, and the phases in which schedules by seed let it happen."""
+
+_FATAL = ("kill", "raise", "notice", "cut", "full")
+_LASTING = ("freeze", "slow")
+_DAMAGE = ("corrupt", "truncate")
+_RARE = ("start", "save", "commit", "restore")  # phases that come a few times only
+
+
+@dataclass(frozen=True, order=True)
+class JobFault:
+    """One thing that goes wrong with a worker, once.
+
+    Args:
+        kind: one of `JOB_FAULTS`.
+        worker: with which worker.
+        phase: where: one of `phalanx.runtime.laboratory.PHASES`, or a name that the program gives to
+            `point`.
+        step: the how-manieth time, from 0, that the process is there.
+        attempt: in which start of the job; 0 is the first, 1 the one after the first restart.
+        after: seconds after that point, for what may happen in the middle of native code: kill,
+            freeze, notice and cut.
+        seconds: how long a freeze or a slow phase lasts, or how far the clock jumps.
+        signal: of a notice.
+
+    Examples:
+        >>> from phalanx.testing import faults
+        >>> print(faults.JobFault("kill", worker=1, step=3).code())
+        faults.JobFault("kill", worker=1, step=3)
+    """
+
+    kind: str
+    worker: int = 0
+    phase: str = "step"
+    step: int = 0
+    attempt: int = 0
+    after: float = 0.0
+    seconds: float = 0.0
+    signal: str = "SIGTERM"
+
+    def __post_init__(self) -> None:
+        if self.kind not in JOB_FAULTS:
+            raise InvalidValueError(
+                f"`kind` must be one of {', '.join(JOB_FAULTS)}. Received: {shown(self.kind)}"
+            )
+        if self.signal not in ("SIGTERM", "SIGUSR1"):
+            raise InvalidValueError(
+                f"A notice is SIGTERM or SIGUSR1. Received: signal={shown(self.signal)}"
+            )
+        if min(self.worker, self.step, self.attempt) < 0 or min(self.after, self.seconds) < 0:
+            raise InvalidValueError(
+                "Workers, steps and attempts count from 0, and times are not negative. "
+                f"Received: {self.code()}"
+            )
+
+    def ends_the_attempt(self, deadline: float) -> bool:
+        """Whether the job must be started again, if workers wait for each other for so many seconds."""
+        return self.kind in _FATAL or (self.kind in _LASTING and self.seconds >= deadline)
+
+    def code(self) -> str:
+        """The fault as Python code."""
+        given = [
+            f"{field.name}={getattr(self, field.name)!r}".replace("'", '"')
+            for field in fields(self)
+            if field.name != "kind" and getattr(self, field.name) != field.default
+        ]
+        return f"faults.JobFault({', '.join([json.dumps(self.kind), *given])})"
+
+    def __str__(self) -> str:
+        words = [
+            f"attempt {self.attempt}: {self.kind} worker {self.worker} in {self.phase} {self.step}"
+        ]
+        if self.after:
+            words.append(f"+ {self.after:.3f} s")
+        if self.seconds:
+            words.append(
+                f"for {self.seconds:.1f} s" if self.kind != "clock" else f"{self.seconds:+.0f} s"
+            )
+        if self.kind == "notice":
+            words.append(f"by {self.signal}")
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class JobSchedule:
+    """The faults of one job.
+
+    Args:
+        seed: what they follow from, if they do.
+        workers: how many workers there are.
+        faults: all of them.
+
+    Examples:
+        >>> from phalanx.testing import faults
+        >>> schedule = faults.random_job_schedule(7, workers=2)
+        >>> schedule == faults.random_job_schedule(7, workers=2)
+        True
+        >>> faults.JobSchedule.from_json(schedule.as_json()) == schedule
+        True
+        >>> eval(schedule.code()) == schedule
+        True
+    """
+
+    seed: int = 0
+    workers: int = 2
+    faults: tuple[JobFault, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "faults", tuple(self.faults))
+        strange = [fault.code() for fault in self.faults if fault.worker >= self.workers]
+        if self.workers < 1 or strange:
+            raise InvalidValueError(
+                f"Faults must be of one of the {self.workers} workers. Received: {', '.join(strange)}"
+            )
+
+    def as_json(self) -> str:
+        """The schedule as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSchedule:
+        """What `as_json` made."""
+        found = json.loads(text)
+        return cls(found["seed"], found["workers"], tuple(JobFault(**x) for x in found["faults"]))
+
+    def code(self) -> str:
+        """The schedule as Python code, to paste into a test."""
+        inside = "".join(f"\n    {fault.code()}," for fault in self.faults)
+        end = "\n" if self.faults else ""
+        return f"faults.JobSchedule({self.seed}, {self.workers}, ({inside}{end}))"
+
+    def __str__(self) -> str:
+        head = f"The fault schedule of seed {self.seed}, {self.workers} workers:"
+        return "\n".join([head, *(f"  {fault}" for fault in self.faults or ("nothing goes wrong",))])
+
+    def attempts(self, deadline: float) -> int:
+        """How often the job must be started again at most."""
+        return sum(fault.ends_the_attempt(deadline) for fault in self.faults)
+
+    def simpler(self, deadline: float) -> Iterator[JobSchedule]:
+        """Schedules with less in them: without a fault, with fewer workers, with earlier faults."""
+        for i, fault in enumerate(self.faults):
+            yield self._without(i, fault.ends_the_attempt(deadline))
+        if self.workers > 1:
+            few = self.workers - 1
+            kept = tuple(replace(x, worker=min(x.worker, few - 1)) for x in self.faults)
+            yield replace(self, workers=few, faults=kept)
+        for i, fault in enumerate(self.faults):
+            for change in _smaller(fault):
+                yield replace(self, faults=(*self.faults[:i], change, *self.faults[i + 1 :]))
+
+    def _without(self, index: int, ended: bool) -> JobSchedule:
+        """Without a fault: if that ended an attempt, later faults come an attempt earlier."""
+        gone, rest = self.faults[index], [x for i, x in enumerate(self.faults) if i != index]
+        moved = [
+            replace(x, attempt=x.attempt - 1) if ended and x.attempt > gone.attempt else x for x in rest
+        ]
+        return replace(self, faults=tuple(moved))
+
+
+def _smaller(fault: JobFault) -> Iterator[JobFault]:
+    for step in dict.fromkeys((0, fault.step // 2, fault.step - 1)):
+        if 0 <= step < fault.step:
+            yield replace(fault, step=step)
+    if fault.after:
+        yield replace(fault, after=0.0)
+    if fault.worker:
+        yield replace(fault, worker=0)
+
+
+def random_job_schedule(
+    seed: int,
+    workers: int | None = None,
+    *,
+    kinds: Sequence[str] = tuple(JOB_FAULTS),
+    steps: int = 10,
+    most: int = 3,
+    deadline: float = 3.0,
+) -> JobSchedule:
+    """A schedule that follows from a seed.
+
+    Args:
+        seed: any number.
+        workers: how many workers there are; None lets the seed choose 2, 3 or 4.
+        kinds: what may go wrong; see `JOB_FAULTS`.
+        steps: how many steps the program makes.
+        most: how many faults there are at most, besides those that others need.
+        deadline: after how many seconds workers stop waiting for each other.
+
+    Examples:
+        >>> from phalanx.testing import faults
+        >>> print(faults.random_job_schedule(3, workers=2, kinds=["kill"], most=1))
+        The fault schedule of seed 3, 2 workers:
+          attempt 0: kill worker 0 in commit 2
+    """
+    if unknown := [kind for kind in kinds if kind not in JOB_FAULTS]:
+        raise InvalidValueError(
+            f"`kinds` must be of {', '.join(JOB_FAULTS)}. Received: {', '.join(unknown)}"
+        )
+    rng = random.Random(f"job faults {seed}")
+    count = rng.choice((2, 2, 2, 3, 4)) if workers is None else workers
+    found: list[JobFault] = []
+    attempt = 0
+    for _ in range(rng.randint(1, most)):
+        kind = rng.choice(list(kinds))
+        if kind in _DAMAGE and attempt == 0:  # there must be checkpoints, and they must be needed
+            last = max(1, steps - 2)
+            found.append(
+                JobFault("kill", rng.randrange(count), "step", rng.randrange(steps // 2, last))
+            )
+            attempt += 1
+        fault = _random_fault(rng, kind, count, attempt, steps, deadline)
+        found.append(fault)
+        attempt += fault.ends_the_attempt(deadline)
+    return JobSchedule(seed, count, tuple(found))
+
+
+def _random_fault(
+    rng: random.Random, kind: str, workers: int, attempt: int, steps: int, deadline: float
+) -> JobFault:
+    phases = [x for x in JOB_FAULTS[kind] if not (x == "restore" and attempt == 0)]
+    phase = rng.choice(phases)
+    more: dict[str, Any] = {}
+    if kind in ("kill", "freeze", "notice", "cut") and rng.random() < 0.5:
+        more["after"] = round(rng.random() ** 2 * 0.05, 4)
+    if kind in _LASTING:  # now and then too long
+        long = rng.random() < 0.3
+        more["seconds"] = round(deadline * (2.0 if long else rng.uniform(0.05, 0.3)), 2)
+    if kind == "clock":
+        more["seconds"] = rng.choice((60.0, 3600.0, 86400.0 * 400))
+    if kind == "notice":
+        more["signal"] = rng.choice(("SIGTERM", "SIGUSR1"))
+    latest = steps if attempt == 0 else max(1, steps // 3)
+    step = (
+        0
+        if phase in ("start", "restore")
+        else rng.randrange(min(3, latest) if phase in _RARE else latest)
+    )
+    # Only the first worker writes what all have.
+    worker = 0 if phase in ("write", "commit") or kind in _DAMAGE else rng.randrange(workers)
+    return JobFault(kind, worker, phase, step, attempt, **more)

@@ -1,0 +1,1 @@
+"""Training that goes on while workers come and go."""

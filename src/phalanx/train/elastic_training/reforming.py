@@ -1,0 +1,105 @@
+"""Leaving a cluster in a process that lives on, so that it can join another one.
+
+On CPU devices JAX can begin anew in the same process, which takes a fraction of a second. What the
+program has kept of the old devices would be useless then. So if arrays are left, or a program between
+workers has not come back, or there are other devices, Python starts anew in the same process instead,
+and finds the state in a file in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+import numpy as np
+
+from phalanx.collectives.groups import leave_world
+from phalanx.execution.throttle import THROTTLE
+from phalanx.job import jax_distributed
+from phalanx.job.connection import leave_job
+from phalanx.runtime.awaiting import is_any_left
+from phalanx.runtime.caches import clear_caches
+from phalanx.runtime.shared_numbers import begin_anew
+from phalanx.train.elastic_training.carried_state import CarriedState
+
+__all__ = ["CARRIED", "can_stay", "forget_devices", "leave_cluster", "start_anew", "take_over"]
+
+CARRIED = "PHALANX_CARRIED"
+"""Where a process that has started anew finds the state that it had."""
+
+_log = logging.getLogger("phalanx")
+
+_SWITCH = "PHALANX_ELASTIC_RESTART"
+_MEMORY = "/dev/shm"
+_SHOWN = 3
+
+
+def can_stay() -> str:
+    """Why this process has to start Python anew; empty if it need not. It must have left the others."""
+    if os.environ.get(_SWITCH) == "1":
+        return f"{_SWITCH} says so"
+    if jax.default_backend() != "cpu":
+        return f"devices of type {jax.default_backend()} do not begin anew"
+    if is_any_left():
+        return "a program between workers has not come back"
+    THROTTLE.forget()
+    clear_caches()
+    jax.clear_caches()  # which keep constants of programs
+    gc.collect()
+    left = jax.live_arrays()
+    if left:
+        shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in left[:_SHOWN])
+        return f"the program keeps {len(left)} arrays of the old devices ({shown})"
+    return ""
+
+
+def leave_cluster() -> None:
+    """Leave the other workers, whatever has become of them."""
+    with contextlib.suppress(Exception):  # its connections are cut
+        leave_world()
+    leave_job()
+
+
+def forget_devices() -> None:
+    """Let JAX begin anew in this process."""
+    jax_distributed.forget_devices()
+    clear_caches()
+    begin_anew()
+
+
+def start_anew(state: CarriedState | None, step: int) -> NoReturn:
+    """Start Python anew in this process, with the same program, which finds its state in memory."""
+    folder = _MEMORY if os.path.isdir(_MEMORY) else tempfile.gettempdir()
+    descriptor, path = tempfile.mkstemp(prefix="phalanx-carried-", dir=folder)
+    with open(descriptor, "wb") as file:
+        file.write(step.to_bytes(8, "little"))
+        if state is not None:
+            state.pack().tofile(file)
+    os.environ[CARRIED] = path
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        if int(name) > 2:  # sockets of gloo would stay open, and keep up who waits at the other end
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(int(name), fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def take_over() -> tuple[int, CarriedState | None] | None:
+    """The step and the state that this process had before it started anew; None if it did not."""
+    path = os.environ.pop(CARRIED, None)
+    if path is None:
+        return None
+    data = np.fromfile(path, np.uint8)
+    Path(path).unlink()
+    step = int.from_bytes(data[:8].tobytes(), "little")
+    return step, CarriedState.unpack(data[8:]) if len(data) > 8 else None

@@ -1,0 +1,65 @@
+"""`phalanx chaos` plays faults over a user's program, and says what went wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import main
+from phalanx.testing.faults import random_job_schedule
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from phalanx.testing import faults
+
+state = Path(sys.argv[1], "state")
+done, total = map(int, state.read_text().split()) if state.exists() else (0, 0)
+for i in range(DONE, 4):
+    total += i + 1
+    faults.record()
+    fresh = state.with_name("fresh")
+    fresh.write_text(f"{i + 1} {total}")
+    fresh.replace(state)
+faults.record(state={"total": float(total)})
+"""
+WORKERS, KINDS, STEPS, DEADLINE = 1, ["raise"], 4, 15.0
+SEED = next(
+    seed
+    for seed in range(1000)
+    for schedule in [random_job_schedule(seed, 1, kinds=KINDS, steps=STEPS, deadline=DEADLINE)]
+    if [(x.phase, x.step) for x in schedule.faults] == [("record", 2)]
+)
+
+
+@pytest.mark.parametrize("start", ["done", "0"])
+def test_a_program_is_judged(start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that goes on where it was is right; one that begins anew with an old total is not."""
+    script, histories = tmp_path / "train.py", tmp_path / "histories"
+    script.write_text(PROGRAM.replace("DONE", start))
+    words = ["--schedules", "1", "-n", "1", "--faults", "raise", "--steps", "4", "--seed", str(SEED)]
+    more = ["--history", str(histories), "--shrink", "0", str(script), "{folder}"]
+    code = main(["chaos", *words, *more])
+    shown = capsys.readouterr().out
+    assert "raise" in shown
+    assert f"seed {SEED}" in shown
+    (history,) = histories.iterdir()
+    assert history.name == f"seed-{SEED}.jsonl"
+    if start == "done":
+        assert code == 0, shown
+        assert "1 of 1 schedules are right; 1 faults." in shown
+        return
+    assert code == 1
+    assert "0 of 1 schedules are right" in shown
+    assert "the final state of worker 0 differs from the undisturbed one: [\"['total']\"]" in shown
+    assert f"faults.JobSchedule({SEED}, 1, (" in shown
+
+
+def test_what_the_command_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos"]) == 2
+    assert "which program" in capsys.readouterr().err
+    assert main(["chaos", "--faults", "explode", "train.py"]) == 2
+    assert "'explode'" in capsys.readouterr().err
+    assert main(["chaos", str(tmp_path / "none.py")]) == 2
+    assert "no such file" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""A worker of an elastic job that trains nothing: it speaks with the door as a real one would.
+
+It needs no JAX, so that jobs of it start in a moment. Run by test_elastic_jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from phalanx.job.elastic.visitor import NUMBER, GenerationEntry, Released, Visitor
+
+DEADLINE = 60.0  # seconds
+
+
+def wait_for(path: Path) -> None:
+    """Wait until another process has made a file."""
+    end = time.monotonic() + DEADLINE
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} has not come"
+        threading.Event().wait(0.01)
+
+
+def main(folder: Path, plan: str) -> int:
+    """Go through generations; `plan` says what this worker does in which of them."""
+    number = int(os.environ[NUMBER])
+    visitor = Visitor.find()
+    assert visitor is not None
+    signal.signal(signal.SIGTERM, lambda *_: visitor.leave())
+    deeds = dict(word.split("=") for word in plan.split(",") if word)
+    stop = threading.Event()
+    visitor.on_stop(stop.set)
+    visitor.arrive(recoverable="checkpoint" in deeds)
+    while True:
+        answer = visitor.wait()
+        if isinstance(answer, Released):
+            return 143 if answer.why == "left" else 0
+        assert isinstance(answer, GenerationEntry)
+        print(
+            f"{number} in {answer.generation}: {', '.join(answer.names)}; {answer.reason}", flush=True
+        )
+        (folder / f"{number}.{answer.generation}").touch()
+        deed = deeds.get(f"{number}.{answer.generation}", "")
+        if deed.isdigit():  # an exit code, or a signal
+            for name in answer.names:
+                wait_for(folder / f"{name.split()[1]}.{answer.generation}")
+            (folder / "lost").touch()
+            os.kill(os.getpid(), int(deed) - 128) if int(deed) > 128 else os._exit(int(deed))
+        if deed == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if deed == "notice":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if deed == "finish":
+            visitor.finished(answer.generation)
+            if visitor.wait_for_end() is not None:
+                return 0
+        elif deed == "lose":  # as if the hub had told that another worker is gone
+            wait_for(folder / "lost")
+        else:
+            assert stop.wait(DEADLINE), "no one has asked this worker to stop"
+        stop.clear()
+        visitor.stopped(answer.generation, holds="spread" not in deeds)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

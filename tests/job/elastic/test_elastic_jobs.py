@@ -1,0 +1,108 @@
+"""Whole elastic jobs: who is started, who is let in, who is missed, and how they end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import main
+from phalanx.cli.arguments import wanted_workers, worker_range
+from phalanx.errors import InvalidValueError
+
+WORKER = str(Path(__file__).with_name("protocol_worker.py"))
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def play(tmp_path: Path, plan: str, *options: str) -> int:
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    return main(["run", *options, "--", WORKER, str(folder), plan])
+
+
+def test_a_lost_worker_is_replaced_by_one_that_joins(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Workers 0 and 1 begin; 1 is killed; 0 goes on alone, and then together with 2."""
+    plan = "1.1=137,0.1=lose,0.3=finish,2.3=finish"
+    assert play(tmp_path, plan, "--workers", "1:2", "--restarts", "1") == 0
+    out, err = capfd.readouterr()
+    assert "0 in 1: worker 0, worker 1; the job begins" in out
+    assert "0 in 2: worker 0; worker 1 was killed by signal 9 (SIGKILL)" in out
+    assert "2 in 3: worker 0, worker 1; worker 1 has come" in out
+    assert "worker 1 is started, and joins at the next common step." in err
+    assert "Generation 2 of the workers (worker 1 was killed by signal 9 (SIGKILL))" in err
+
+
+def test_too_few_workers_are_named_after_a_while(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--workers", "2:2", "--restarts", "0", "--wait", "0.3")
+    assert play(tmp_path, "1.1=137,0.1=lose", *options) == 137
+    err = capfd.readouterr().err
+    assert "needs at least 2 workers and has 1 (worker 0): worker 1 was killed by signal 9" in err
+    assert "No other came within 0.3 seconds." in err
+
+
+def test_a_program_that_fails_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert play(tmp_path, "1.1=3,0.1=lose", "--workers", "1:2", "--grace", "0.1") == 3
+    assert "worker 1 ended with exit code 3." in capfd.readouterr().err
+
+
+def test_a_worker_with_a_notice_leaves_and_is_not_replaced(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert play(tmp_path, "1.1=notice,0.2=finish", "--workers", "1:2") == 0
+    out, err = capfd.readouterr()
+    assert "0 in 2: worker 0; worker 1 wants to leave" in out
+    assert "is started" not in err
+
+
+def test_when_all_have_left_the_job_ends_as_they_did(tmp_path: Path) -> None:
+    assert play(tmp_path, "0.1=notice", "--workers", "1:1") == 143
+
+
+def test_a_state_that_went_with_a_worker_is_an_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = "spread=1,1.1=137,0.1=lose"
+    assert play(tmp_path, plan, "--workers", "1:2", "--restarts", "0") == 137
+    assert "The state of the training is lost" in capfd.readouterr().err
+
+
+def test_programs_that_do_not_expect_it_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import phalanx as px\npx.MultiWorkerMirroredStrategy()\n")
+    assert main(["run", "-n", "1", "--workers", "1:2", str(script)]) == 1
+    assert "px.train.elastic(function, batch_size=...)" in capfd.readouterr().err
+
+
+def test_numbers_of_workers() -> None:
+    assert wanted_workers([worker_range("2:8")]).first == 8
+    assert wanted_workers([worker_range("3"), worker_range("2:8")]).first == 3
+    assert not wanted_workers([worker_range("3")]).is_range
+    with pytest.raises(InvalidValueError, match="-n 9"):
+        wanted_workers([(9, None), (2, 8)])
+    with pytest.raises(InvalidValueError, match="one range"):
+        wanted_workers([(1, 2), (2, 8)])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workers", "2", "--wait", "3"], "--workers MIN:MAX"),
+        (["--workers", "1:2", "--ps", "1"], "give one number"),
+        (["--workers", "1:2", "--engine", "ray"], "come and go"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    options: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *options, WORKER]) == 2
+    assert said in capfd.readouterr().err

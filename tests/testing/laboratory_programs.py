@@ -1,0 +1,75 @@
+"""Programs for the fault laboratory: one is right, the others have a fault of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+import phalanx as px
+from phalanx.testing import faults
+
+STEPS = 10
+BATCH = 12
+
+
+def train(folder: str, variant: str = "", steps: int = STEPS) -> None:
+    """Add up all numbers of the input, each once, and save every third step."""
+    strategy = px.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        total = px.Variable(jnp.zeros(3), aggregation=px.VariableAggregation.SUM, name="total")
+    dataset = px.data.Dataset.range(BATCH * steps).shuffle(1000, seed=3).batch(BATCH)
+    data = iter(strategy.experimental_distribute_dataset(dataset))
+    objects: dict[str, Any] = {"total": total}
+    if variant != "position is not saved":
+        objects["data"] = data
+    manager = px.train.CheckpointManager(px.train.Checkpoint(**objects), f"{folder}/saved", 3)
+    handler = px.experimental.PreemptionCheckpointHandler(None, manager)
+    options = px.train.CheckpointOptions(enable_async=variant == "in the background")
+
+    @px.function
+    def step(x: Any) -> None:
+        def add(x: Any) -> None:
+            total.assign_add(jnp.stack([x.sum(), (x**2).sum(), x.max()]).astype(jnp.float32))
+
+        strategy.run(add, args=(x,))
+
+    for batch in data:
+        handler.run(step, batch)
+        faults.record(examples=batch)
+        if handler.total_run_calls % 3 == 0:
+            manager.save(options=options)
+    manager.sync()
+    faults.record(state=total)
+
+
+def in_two_files(folder: str) -> None:
+    """Count, with a checkpoint in two files of its own that are not written together."""
+    place = Path(folder)
+    done, total = 0, 0
+    if (place / "position").exists():
+        done = int((place / "position").read_text())
+        total = json.loads((place / "total").read_text())
+    for i in range(done, 6):
+        total += i + 1
+        faults.record(examples=[i])
+        (place / "total").write_text(json.dumps(total))
+        faults.point("between two files")
+        (place / "position").write_text(str(i + 1))
+    faults.record(state={"total": float(total)})
+
+
+def leaves_a_child(folder: str) -> None:
+    """End, and leave a process in a session of its own behind, without the marks of the job."""
+    if os.fork() == 0:
+        os.setsid()
+        import resource
+        import time
+
+        limit = resource.getrlimit(resource.RLIMIT_RTTIME)[1]
+        resource.setrlimit(resource.RLIMIT_RTTIME, (limit, limit))
+        os.execve("/bin/sleep", ["sleep", "20"], {"PHALANX_FAULTS": os.environ["PHALANX_FAULTS"]})
+        time.sleep(0)

@@ -1,0 +1,290 @@
+"""The fault laboratory: schedules are values, checkers find what is wrong, and shrinking keeps it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+from tests.testing import laboratory_programs as programs
+
+import phalanx as px
+from phalanx.testing import faults
+from phalanx.testing.faults import JobFault, JobHistory, JobSchedule, Life
+
+PRELOAD = ["phalanx"]
+DEADLINE = 4.0
+QUICK = range(20)
+SLOW = range(20, 220)
+AT_ONCE = 4
+
+
+# -- schedules are values ---------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**6))
+def test_a_schedule_follows_from_its_seed_and_can_be_written_down(seed: int) -> None:
+    schedule = faults.random_job_schedule(seed)
+    assert schedule == faults.random_job_schedule(seed)
+    assert JobSchedule.from_json(schedule.as_json()) == schedule
+    assert eval(schedule.code(), {"faults": faults}) == schedule
+    assert f"seed {seed}" in str(schedule)
+    assert 2 <= schedule.workers <= 4
+    for fault in schedule.faults:
+        assert fault.phase in faults.JOB_FAULTS[fault.kind]
+        assert fault.attempt <= schedule.attempts(3.0)
+
+
+def test_all_kinds_and_phases_come() -> None:
+    schedules = [faults.random_job_schedule(seed) for seed in range(1000)]
+    found = {(fault.kind, fault.phase) for x in schedules for fault in x.faults}
+    assert found == {(kind, phase) for kind, phases in faults.JOB_FAULTS.items() for phase in phases}
+
+
+def test_what_a_schedule_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"kind.*Received: 'explode'"):
+        JobFault("explode")
+    with pytest.raises(ValueError, match="SIGTERM or SIGUSR1"):
+        JobFault("notice", signal="SIGHUP")
+    with pytest.raises(ValueError, match="count from 0"):
+        JobFault("kill", step=-1)
+    with pytest.raises(ValueError, match="2 workers"):
+        JobSchedule(0, 2, (JobFault("kill", worker=2),))
+    with pytest.raises(ValueError, match="kinds"):
+        faults.random_job_schedule(0, kinds=["explode"])
+
+
+# -- shrinking --------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**6))
+def test_a_smaller_schedule_still_fails(seed: int) -> None:
+    schedule = faults.random_job_schedule(seed, most=5)
+    kind = schedule.faults[-1].kind
+
+    def fails(x: JobSchedule) -> bool:
+        return any(fault.kind == kind for fault in x.faults)
+
+    smallest = faults.shrink(schedule, fails, most=1000)
+    assert fails(smallest)
+    (fault,) = smallest.faults
+    assert (fault.step, fault.worker, fault.after, smallest.workers) == (0, 0, 0.0, 1)
+
+
+def test_faults_move_to_earlier_attempts_with_those_that_are_left_out() -> None:
+    late = JobFault("raise", attempt=1, step=2)
+    schedule = JobSchedule(0, 1, (JobFault("kill"), late))
+    asked: list[JobSchedule] = []
+    faults.shrink(schedule, lambda x: bool(asked.append(x)), most=2)
+    assert asked[0].faults == (JobFault("raise", attempt=0, step=2),)
+    assert asked[1].faults == (JobFault("kill"),)
+
+
+# -- checkers can fail ------------------------------------------------------------------------------
+
+
+def life(worker: int, attempt: int, *events: tuple[Any, ...]) -> Life:
+    """A life from triples: a moment, an event, and what is known of it."""
+    first = {"event": "process", "at": events[0][0], "pid": 1, "worker": worker, "address": None}
+    told = [{"event": name, "at": at, **about} for at, name, about in events]
+    return Life(worker, attempt, (first, *told))
+
+
+def ended(exit_code: int = 0, **about: Any) -> dict[str, Any]:
+    return {"event": "ended", "at": 99.0, "exit_code": exit_code, **about}
+
+
+def applied(at: float, *examples: int, **about: Any) -> tuple[Any, ...]:
+    return at, "record", {"epoch": 0, "examples": list(examples), **about}
+
+
+def at_path(at: float, event: str, path: str, digest: int = 1) -> tuple[Any, ...]:
+    return at, event, {"path": path, "digest": digest} if event != "save" else {"path": path}
+
+
+KILL = {"kind": "kill", "worker": 0, "attempt": 0, "seconds": 0.0}
+NAMED = {"event": "failed", "at": 5.1, "attempt": 0, "text": "worker 0 was killed", "exit_code": 137}
+
+
+def restarted(*later: tuple[Any, ...], launcher: Sequence[Any] = (NAMED, ended())) -> JobHistory:
+    """A worker that saves after two examples, applies a third, is killed, and comes back."""
+    before = life(
+        0,
+        0,
+        applied(1.0, 1, 2),
+        at_path(2.0, "save", "a"),
+        at_path(3.0, "committed", "a"),
+        applied(4.0, 3),
+        (5.0, "fault", KILL),
+    )
+    return JobHistory((before, life(0, 1, *later)), tuple(launcher))
+
+
+GOOD = restarted(
+    at_path(6.0, "restore", "a"), at_path(6.5, "restored", "a"), applied(7.0, 3), applied(8.0, 4)
+)
+
+
+def test_what_was_applied_after_the_checkpoint_does_not_count() -> None:
+    assert GOOD.applied() == {(0, x): 1 for x in (1, 2, 3, 4)}
+    assert faults.job_violations(GOOD) == []
+    assert GOOD.named(GOOD.lives[0], GOOD.faults()[0][1]) == pytest.approx(0.1)
+    assert GOOD.recovered(GOOD.lives[0], GOOD.faults()[0][1]) == pytest.approx(2.0)
+    assert [json.loads(line)["event"] for line in GOOD.lines().splitlines()][-1] == "ended"
+
+
+UNDISTURBED = JobHistory((life(0, 0, applied(1.0, 1, 2, 3, 4)),), (ended(),))
+STATE = {"w": {"shape": [1], "checksum": 5, "sums": [2.0, 2.0, 2.0]}}
+OTHER = {"w": {"shape": [1], "checksum": 6, "sums": [2.1, 2.1, 2.1]}}
+
+
+@pytest.mark.parametrize(
+    ("history", "undisturbed", "words"),
+    [
+        (restarted(applied(7.0, 3)), None, "attempt 1 restored nothing, but a was"),
+        (
+            restarted(at_path(6.0, "restore", "a"), at_path(6.5, "restored", "a"), applied(7.0, 2)),
+            None,
+            "count too often: 2 of epoch 0",
+        ),
+        (
+            restarted(at_path(6.0, "restore", "a"), at_path(6.5, "restored", "a"), applied(7.0, 4)),
+            UNDISTURBED,
+            "count too seldom: 3 of epoch 0",
+        ),
+        (restarted(applied(7.0, 3), launcher=[NAMED, ended(3)]), None, "exit code 3: worker 0 was"),
+        (restarted(applied(7.0, 3), launcher=[NAMED]), None, "did not come to its end"),
+        (restarted(applied(7.0, 3), launcher=[ended()]), None, "kill of worker 0 .* not named"),
+        (
+            restarted(applied(7.0, 3), launcher=[{**NAMED, "at": 50.0}, ended()]),
+            None,
+            "named after 45.0 seconds",
+        ),
+        (
+            restarted(applied(7.0, 3), launcher=[NAMED, {**NAMED, "text": " "}, ended()]),
+            None,
+            "without a word",
+        ),
+        (
+            restarted(at_path(6.0, "restore", "old"), at_path(6.5, "restored", "old")),
+            None,
+            "restored old, but a was complete",
+        ),
+        (
+            restarted(at_path(6.0, "restore", "a"), at_path(6.5, "restored", "a", 2)),
+            None,
+            "not what was committed",
+        ),
+        (
+            restarted(
+                (5.5, "fault", {**KILL, "kind": "corrupt", "path": "a"}),
+                at_path(6.0, "restore", "a"),
+                at_path(6.5, "restored", "a"),
+            ),
+            None,
+            "which was damaged",
+        ),
+        (
+            JobHistory(
+                (
+                    life(0, 0, at_path(1.0, "restored", "a")),
+                    life(1, 0, at_path(1.0, "restored", "a", 2)),
+                ),
+                (ended(),),
+            ),
+            None,
+            "restored different checkpoints",
+        ),
+        (JobHistory((), (ended(checkpoints={"a": "too short"}),)), None, "a is not whole: too short"),
+        (JobHistory((), (ended(orphans=[7]),)), None, "process 7 is left"),
+        (JobHistory((), (ended(listening=["h:1"]),)), None, "listens at h:1"),
+        (JobHistory((), (ended(left=["x.partial"]),)), None, "x.partial is left"),
+        (
+            JobHistory((life(0, 0, applied(1.0, 1, state=OTHER)),), (ended(),)),
+            JobHistory((life(0, 0, applied(1.0, 1, state=STATE)),), (ended(),)),
+            "final state of worker 0 differs",
+        ),
+        (
+            JobHistory((life(0, 0, applied(1.0, 1)),), (ended(),)),
+            JobHistory((life(0, 0, applied(1.0, 1, state=STATE)),), (ended(),)),
+            "no worker has told its final state",
+        ),
+    ],
+)
+def test_each_checker_can_fail(history: JobHistory, undisturbed: JobHistory | None, words: str) -> None:
+    found = faults.job_violations(history, undisturbed)
+    assert any(re.search(words, problem) for problem in found), found
+
+
+# -- real processes ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def laboratory() -> faults.Laboratory:
+    return faults.Laboratory(programs.train, DEADLINE, {"preload": PRELOAD})
+
+
+def check(verdicts: Sequence[faults.JobVerdict]) -> None:
+    wrong = [f"{x}\n{x.run.schedule.code()}\n{x.run.output[-3000:]}" for x in verdicts if x.violations]
+    assert not wrong, "\n\n".join(wrong)
+
+
+def schedules(seeds: range, workers: int | None = None, most: int = 3) -> list[JobSchedule]:
+    return [
+        faults.random_job_schedule(seed, workers, steps=programs.STEPS, most=most, deadline=DEADLINE)
+        for seed in seeds
+    ]
+
+
+def test_some_schedules(laboratory: faults.Laboratory) -> None:
+    chosen = schedules(QUICK[:15], 2, most=1) + schedules(QUICK[15:], 3, most=1)
+    verdicts = list(laboratory.play_all(chosen, AT_ONCE))
+    check(verdicts)
+    assert sum(len(verdict.happened) for verdict in verdicts) >= 0.8 * len(verdicts)
+    assert sum(verdict.run.history.attempts - 1 for verdict in verdicts) >= len(verdicts) // 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(SLOW.start, SLOW.stop, 20))
+def test_many_schedules(laboratory: faults.Laboratory, first: int) -> None:
+    check(list(laboratory.play_all(schedules(range(first, first + 20)), AT_ONCE)))
+
+
+def test_a_position_that_is_not_saved_is_found() -> None:
+    program = functools.partial(programs.train, variant="position is not saved")
+    broken = faults.Laboratory(program, DEADLINE, {"preload": PRELOAD})
+    verdict = broken.play(JobSchedule(0, 2, (JobFault("kill", worker=1, step=8),)))
+    assert any("count too often" in problem for problem in verdict.violations), verdict
+    assert any("final state" in problem for problem in verdict.violations), verdict
+
+
+def test_a_checkpoint_that_is_not_atomic_is_found_and_its_schedule_shrinks() -> None:
+    broken = faults.Laboratory(programs.in_two_files, DEADLINE, {"preload": PRELOAD})
+    harmless = JobFault("kill", phase="record", step=4)
+    deadly = JobFault("kill", phase="between two files", step=1, attempt=1)
+    verdict = broken.play(JobSchedule(0, 1, (harmless, deadly)))
+    assert any("final state" in problem for problem in verdict.violations), verdict
+    smallest = broken.shrink(verdict.run.schedule, most=4)
+    assert smallest.run.schedule.faults == (JobFault("kill", phase="between two files", step=1),)
+
+
+def test_a_process_that_is_left_is_found() -> None:
+    played = faults.run(programs.leaves_a_child, JobSchedule(0, 1), preload=PRELOAD)
+    (problem,) = faults.job_violations(played.history)
+    assert "is left" in problem
+
+
+def test_programs_that_cannot_be_played(tmp_path: Any) -> None:
+    with pytest.raises(px.errors.NotFoundError, match="no such file"):
+        faults.run(str(tmp_path / "train.py"), JobSchedule())
+    with pytest.raises(ValueError, match="which program"):
+        faults.run([], JobSchedule())
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(3)\n")
+    broken = faults.Laboratory(str(script), DEADLINE, {"preload": PRELOAD})
+    with pytest.raises(px.errors.FailedPreconditionError, match="exit code 3"):
+        broken.play(JobSchedule(0, 1))

@@ -1,0 +1,118 @@
+"""A training whose workers come and go, and who writes down what it has seen; run by test_elastic."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import phalanx as px
+
+EXAMPLES, BATCH = 42, 6  # 7 batches
+NUMBER = int(os.environ.get("PHALANX_DOOR_NUMBER", "0"))
+
+
+def examples() -> tuple[np.ndarray, np.ndarray]:
+    """What is learned."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(EXAMPLES, 4)).astype(np.float32)
+    return x, np.sin(x @ rng.normal(size=4).astype(np.float32))
+
+
+def dataset() -> px.data.Dataset:
+    """The examples with their numbers, in another order in each epoch."""
+    x, y = examples()
+    numbers = np.arange(EXAMPLES)
+    return px.data.Dataset.from_tensor_slices((numbers, x, y)).shuffle(EXAMPLES, seed=1)
+
+
+def wait_for(condition: Any) -> None:
+    """Wait for what other processes bring about."""
+    end = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.01)
+
+
+class Deeds:
+    """What goes wrong, and when: {"number@step": deed}, each once."""
+
+    def __init__(self, plan: dict[str, str], folder: Path) -> None:
+        self._plan, self._folder = plan, folder
+
+    def before(self, job: Any) -> None:
+        """Before a step."""
+        deed = self._plan.get(f"{NUMBER}@{job.step}")
+        mark = self._folder / f"{NUMBER}@{job.step}.done"
+        if deed is None or mark.exists():
+            return
+        mark.touch()
+        if deed == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if deed == "notice":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if deed == "keep":
+            KEPT.append(jnp.ones(3))
+        if deed == "until stop":
+            wait_for(lambda: job.is_ending)
+
+
+KEPT: list[Any] = []
+
+
+def main(folder: Path, plan: dict[str, str], epochs: int, options: dict[str, Any]) -> None:
+    """Train; the last line is the weights."""
+    if NUMBER >= 3:  # a replacement: let the others form a generation without it first
+        wait_for((folder / "0@9.done").exists)
+    with open(folder / f"{os.getpid()}.jsonl", "a", buffering=1) as history:
+        metric_wanted = options.pop("metric", False)
+        deeds = Deeds(plan, folder)
+
+        def train(job: Any) -> list[float]:
+            strategy = job.strategy
+            with strategy.scope():
+                w = px.Variable(jnp.zeros(4))
+                optimizer = px.train.Optimizer(optax.adam(0.05))
+                optimizer.build([w])
+                metric = px.train.Sum()
+            tracked = {"metric": metric} if metric_wanted else {}
+            job.track(w=w, optimizer=optimizer, **tracked)
+
+            def replica_step(x: Any, y: Any) -> None:
+                def loss() -> Any:
+                    losses = (x @ w.value() - y) ** 2
+                    return px.nn.compute_average_loss(losses, global_batch_size=job.batch_size)
+
+                metric.update_state(jnp.ones(x.shape[0]))
+                _, gradients = px.value_and_grad(loss, [w])()
+                optimizer.apply_gradients(zip(gradients, [w], strict=True))
+
+            @px.function
+            def step(x: Any, y: Any) -> None:
+                strategy.run(replica_step, args=(x, y))
+
+            for numbers, x, y in job.steps(dataset(), epochs=epochs):
+                mine = [int(i) for part in strategy.experimental_local_results(numbers) for i in part]
+                about = [job.generation, job.workers, job.step, job.epoch, mine, time.time()]
+                history.write(json.dumps(about) + "\n")
+                deeds.before(job)
+                step(x, y)
+            total = float(metric.result())
+            history.write(json.dumps(["end", np.asarray(w.value()).tolist(), total]) + "\n")
+            return np.asarray(w.value()).tolist()
+
+        px.train.elastic(train, batch_size=BATCH, **options)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    main(Path(given["folder"]), given["plan"], given["epochs"], given["options"])
