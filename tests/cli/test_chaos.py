@@ -33,7 +33,7 @@ SEED = next(
 )
 
 
-@pytest.mark.parametrize("start", ["done", "0"])
+@pytest.mark.parametrize("start", ["0", pytest.param("done", marks=pytest.mark.soak)])
 def test_a_program_is_judged(start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that goes on where it was is right; one that begins anew with an old total is not."""
     script, histories = tmp_path / "train.py", tmp_path / "histories"

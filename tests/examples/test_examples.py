@@ -58,6 +58,7 @@ def test_four_replicas_learn_what_one_device_learns(
     assert same(losses(script, "--strategy", strategy, "--replicas", "4"), of_one_device)
 
 
+@pytest.mark.soak  # tests/parallel has such plans
 def test_plans_of_a_gpt() -> None:
     done = start("gpt_plans.py", "--regime", "weights", "--devices", "2")
     assert done.returncode == 0, done.stderr
@@ -67,6 +68,7 @@ def test_plans_of_a_gpt() -> None:
     assert float(last) < float(first) / 4
 
 
+@pytest.mark.soak
 def test_plans_of_a_model_with_embeddings() -> None:
     done = start("embedding_plans.py", "--devices", "2")
     assert done.returncode == 0, done.stderr
@@ -135,6 +137,7 @@ def test_parameter_servers_count_each_step_once(tmp_path: Path) -> None:
     assert float(loss) < 0.1
 
 
+@pytest.mark.soak  # tests/strategies has such jobs
 def test_workers_share_variables_without_a_coordinator(tmp_path: Path) -> None:
     script = str(EXAMPLES / "parameter_server_workers.py")
     done = launch(tmp_path, "-n", "2", "--ps", "1", "--no-chief", script)
@@ -153,6 +156,7 @@ def test_an_embedding_on_servers_learns_and_is_evaluated(tmp_path: Path) -> None
     assert float(last) > 0.8
 
 
+@pytest.mark.soak  # tests/testing/test_laboratory.py plays such faults
 def test_a_training_survives_its_own_sabotage() -> None:
     """A kill, a preemption, a bug and a damaged checkpoint; the model is that of a run without."""
     script = [str(EXAMPLES / "sabotage.py"), "--checkpoints", "{folder}"]
@@ -180,6 +184,7 @@ def test_a_language_model_in_four_stages() -> None:
     assert found[-1] < found[0] < 4
 
 
+@pytest.mark.soak  # tests/train/test_elastic.py loses workers, too
 def test_a_training_that_loses_a_worker_learns_the_same() -> None:
     def last_loss(command: list[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -44,6 +44,7 @@ def test_four_replicas_learn_what_one_learns(library: str, expected: str) -> Non
     assert printed(library, workers=False, replicas=4) == expected
 
 
+@pytest.mark.soak
 def test_two_workers_learn_what_one_process_learns(expected: str) -> None:
     with px.testing.MultiProcess(workers=2, preload=["phalanx"]) as cluster:
         first, second = cluster.run(on_worker, LIBRARIES, timeout=200)

@@ -239,7 +239,9 @@ def test_workers_that_do_nothing() -> None:
                 assert re.search(rf"Late: worker {guilty} ", text), text
         for guilty, (cluster, run) in enumerate(zip(frozen, runs, strict=True)):
             cluster.cont(guilty)
-            assert run.results(timeout=30.0)[guilty].value[0] == "DeadlineExceededError"
+            result = run.results(timeout=30.0)[guilty]
+            assert result.error is None, result.error
+            assert result.value[0] == "DeadlineExceededError"
         looping.kill(1)
 
 

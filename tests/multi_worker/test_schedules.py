@@ -77,6 +77,7 @@ def play_all(seeds: range) -> None:
         play(plans[i : i + AT_ONCE])
 
 
+@pytest.mark.soak  # tests/testing/test_laboratory.py plays twenty others
 def test_some_schedules() -> None:
     play_all(QUICK)
 

@@ -81,7 +81,7 @@ def page_faults(style: str, program: str = LARGE_STEPS, **environment: str) -> i
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only the GNU C library can keep memory")
-@pytest.mark.parametrize("style", ["variables", "pure"])
+@pytest.mark.parametrize("style", ["variables", pytest.param("pure", marks=pytest.mark.soak)])
 def test_large_steps_keep_their_memory(style: str) -> None:
     assert page_faults(style) < page_faults(style, PHALANX_RETAIN_HOST_MEMORY="0") / 2
 

@@ -94,6 +94,7 @@ def test_a_worker_that_fails_is_named_and_weights_are_kept(tmp_path: Path, how: 
         assert "a callback of one worker" in job.stderr
 
 
+@pytest.mark.soak  # test_parameter_servers.py has it in one process
 def test_parameter_servers(tmp_path: Path) -> None:
     job = run(tmp_path, ["-n", "2", "--ps", "1"], "servers")
     assert job.returncode == 0, job.stderr

@@ -16,7 +16,6 @@ HERE = [
     "metrics_validation_and_class_weights",
     "dropout_and_layer_normalization",
     "several_steps_per_execution",
-    "not_compiled",
     "subclassed_and_not_built",
     "dataset",
     "distributed_dataset",
