@@ -37,7 +37,7 @@ _RUN = ("-m", "phalanx", "run", "--no-progress")
 _ELASTIC = (*_RUN, "--workers", f"1:{WORKERS}", "--restarts", "0")
 _TORCHRUN = (
     *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)),
-    *("--max-restarts", "1"),
+    *("--max-restarts", "3"),  # its second start sometimes finds no connection
 )
 WAYS = (
     Way("elastic", "`phalanx run --workers 1:3`", None, _ELASTIC, (), "phalanx", "2, same processes"),
@@ -51,7 +51,7 @@ WAYS = (
         *("phalanx", "3, from a checkpoint"),
     ),
     Way(
-        *("torchrun", "`torchrun --max-restarts 1`", "torch", _TORCHRUN, ()),
+        *("torchrun", "`torchrun --max-restarts 3`", "torch", _TORCHRUN, ()),
         *("torch", "3, from a checkpoint"),
     ),
 )

@@ -41,7 +41,7 @@ PRINTED = {
     "dcgan": ["moved True finite True", "pictures (2, 4, 4, 1) steps 4"],
     "contrastive": ["steps 20 files 1", "loss falls True"],
     "multi_worker": ["loss 0.00010", "metric 0.15648 saved True"],
-    "parameter_server": ["steps 120", "loss below 1 True shards 2"],
+    "parameter_server": ["steps 300", "loss below 1 True shards 2"],
     "training_checkpoints": ["from scratch", "restored at 30", "goes on with [8.0, 0.0, 2.0]"],
 }
 MARKED = {"cannot": ["tf.GradientTape: an unwatched", "tf.device: strategies place things"]}

@@ -108,7 +108,8 @@ def test_a_worker_with_a_notice_takes_nothing_with_it(tmp_path: Path) -> None:
     """A metric is spread over the workers, so a checkpoint carries it; the global batch scales."""
     folder = str(tmp_path / "checkpoints")
     how = {"metric": True, "checkpoint_dir": folder, "policy": "scale"}
-    history = play(tmp_path, {"1@2": "notice"}, "--workers", "1:2", epochs=1, **how)
+    plan = {"1@2": "notice", "0@3": "until stop", "1@3": "until stop"}
+    history = play(tmp_path, plan, "--workers", "1:2", epochs=1, **how)
     assert history.code == 0, history.said
     assert history.sizes() == {1: 2, 2: 1}, history.said
     check_every_example_counts_once(history, 1)

@@ -39,7 +39,7 @@ coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
 with strategy.scope():
     w = tf.Variable(tf.zeros([4, 1]), name="w")
-    optimizer = tf.keras.optimizers.SGD(learning_rate=0.1)
+    optimizer = tf.keras.optimizers.SGD(learning_rate=0.05)
 
 
 def dataset_fn():
@@ -76,7 +76,7 @@ def step_fn(iterator):
 
 
 num_epochs = 3
-steps_per_epoch = 40
+steps_per_epoch = 100
 for i in range(num_epochs):
     for _ in range(steps_per_epoch):
         loss = coordinator.schedule(step_fn, args=(per_worker_iterator,))

@@ -127,14 +127,13 @@ def _improved(costs: StageCosts, best: PipelineCandidate, budget: float) -> Pipe
     """Move one cut at a time to a place near by, while that is faster."""
     places = {cut: i for i, cut in enumerate(costs.cuts)}
     while True:
-        around = []
-        for i, cut in enumerate(best.cuts):
+        moved = set()
+        for cut in best.cuts:
             for step in (-3, -2, -1, 1, 2, 3):
                 place = places[cut] + step
-                if 0 <= place < len(costs.cuts):
-                    moved = (*best.cuts[:i], costs.cuts[place], *best.cuts[i + 1 :])
-                    if list(moved) == sorted(set(moved)):
-                        around.append(candidate(costs, best.schedule, moved))
+                if 0 <= place < len(costs.cuts) and costs.cuts[place] not in best.cuts:
+                    moved.add(tuple(sorted({*best.cuts, costs.cuts[place]} - {cut})))
+        around = [candidate(costs, best.schedule, cuts) for cuts in sorted(moved)]
         found = min((c for c in around if max(c.memory) <= budget), key=_rank, default=best)
         if found.seconds >= best.seconds:
             return best
