@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import _harness as harness
+from _child import phalanx_versions
 from _harness import Variant, median_and_spread, ratios, say
 from peers import BenchmarkError
 
@@ -99,7 +100,7 @@ rounds, and their range.
 The first two go on with the survivors, from their memory. The others start all processes again, and
 restore a checkpoint that was saved after each step.
 
-{harness.circumstances([])}
+{harness.circumstances([f"{name} {number}" for name, number in phalanx_versions().items()])}
 """
 
 
