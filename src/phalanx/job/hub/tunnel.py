@@ -38,7 +38,7 @@ class PrivateSocket:
     def __init__(self) -> None:
         place = tempfile.gettempdir()
         place = place if len(place) < _LONGEST_PATH - 30 else "/tmp"
-        _remove_left_behind(place)
+        remove_left_behind(place)
         self.folder = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
         fresh = os.path.join(self.folder, "new")
         self._lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -53,7 +53,8 @@ class PrivateSocket:
         os.close(self._lock)
 
 
-def _remove_left_behind(place: str) -> None:
+def remove_left_behind(place: str) -> None:
+    """Remove the folders in a place whose processes have ended without doing so."""
     for folder in Path(place).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or just made, or just removed
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)

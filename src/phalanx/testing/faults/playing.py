@@ -19,6 +19,7 @@ from typing import Any
 from phalanx.errors import InvalidValueError, NotFoundError, PhalanxError
 from phalanx.job.hub.descriptions import Task, describe_exit
 from phalanx.job.hub.server import Hub
+from phalanx.job.hub.tunnel import remove_left_behind
 from phalanx.job.launch.exit_policy import EndReason, Patience
 from phalanx.job.launch.launcher import Job, JobOutcome, run_job
 from phalanx.job.launch.process_group import spawn_here
@@ -238,8 +239,10 @@ def _left(history: JobHistory, folder: Path, temporary: Path) -> dict[str, Any]:
     committed = {str(event["path"]) for _, event in history.all("committed")}
     parents = {Path(path).parent for path in committed}
     half = [x for parent in parents for x in parent.glob(".*") if x.suffix in (".partial", ".removed")]
+    orphans = _orphans(folder, {int(event["pid"]) for event in starts})
+    remove_left_behind(str(temporary))  # as the next process would, if their owners have ended
     return {
-        "orphans": _orphans(folder, {int(event["pid"]) for event in starts}),
+        "orphans": orphans,
         "listening": sorted(address for address in addresses if _listens(address)),
         "left": sorted(map(str, [*half, *temporary.iterdir()])),
         "checkpoints": {
