@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 SIZES = (784, 512, 512, 10)
 BATCH, DIES_AFTER, STEPS = 96, 20, 30
+TORCH_SECONDS = 60.0  # for which ranks wait for each other, so that a start that hangs is tried again
 
 
 def note(folder: Path, what: str, step: int) -> None:
@@ -88,7 +90,7 @@ def torch(folder: Path) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TORCH_SECONDS))
     rank, workers = dist.get_rank(), dist.get_world_size()
     t.manual_seed(0)
     t.set_num_threads(1)

@@ -6,11 +6,13 @@ in the middle (SIGKILL), prints a table and writes it to ``benchmarks/results/el
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,8 @@ from _harness import Variant, median_and_spread, ratios, say
 from peers import BenchmarkError
 
 WORKERS = 3
-DEADLINE = 180.0
+DEADLINE = 180.0  # seconds for a job
+_END = 10.0  # seconds for a job that is terminated
 CHILD = str(harness.HERE / "_elastic_child.py")
 
 
@@ -37,9 +40,12 @@ class Way(Variant):
 _RUN = ("-m", "phalanx", "run", "--no-progress")
 _ELASTIC = (*_RUN, "--workers", f"1:{WORKERS}", "--restarts", "0")
 _TORCHRUN = (
-    *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)),
-    *("--max-restarts", "3"),  # its second start sometimes finds no connection
+    *("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(WORKERS)),
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "127.0.0.1"),
+    *("--max-restarts", "3", "--monitor-interval", "0.1"),  # seconds; it needs one restart
 )
+# Else workers that start again share a store with those before, and find their old addresses in it.
+_TORCH_ENVIRON = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"), ("GLOO_SOCKET_IFNAME", "lo"))
 WAYS = (
     Way("elastic", "`phalanx run --workers 1:3`", None, _ELASTIC, (), "phalanx", "2, same processes"),
     Way(
@@ -52,7 +58,7 @@ WAYS = (
         *("phalanx", "3, from a checkpoint"),
     ),
     Way(
-        *("torchrun", "`torchrun --max-restarts 3`", "torch", _TORCHRUN, ()),
+        *("torchrun", "`torchrun --max-restarts 3`", "torch", _TORCHRUN, _TORCH_ENVIRON),
         *("torch", "3, from a checkpoint"),
     ),
 )
@@ -63,11 +69,9 @@ def seconds_to_next_step(way: Way) -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = [str(way.python), *way.command, CHILD, way.library, folder]
         environ = {**os.environ, **harness.ENVIRONMENT, **dict(way.environ), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=DEADLINE, check=False, env=environ
-        )
-        if done.returncode:
-            raise BenchmarkError(f"{way.name}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+        code, output = run(command, environ)
+        if code:
+            raise BenchmarkError(f"{way.name}: {code}\n{output[-3000:]}")
         lines = [line.split() for path in Path(folder).glob("*.times") for line in path.open()]
     death = [float(at) for at, what, _ in lines if what == "death"]
     if len(death) != 1:
@@ -75,6 +79,25 @@ def seconds_to_next_step(way: Way) -> float:
     dead_step = min(int(step) for _, what, step in lines if what == "death")
     after = [float(at) for at, what, step in lines if what == "step" and int(step) >= dead_step]
     return min(at for at in after if at > death[0]) - death[0]
+
+
+def run(command: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """Run a job with a deadline; returns what is wrong with its end, and what it printed."""
+    with tempfile.TemporaryFile("w+") as file:
+        how = {"stdout": file, "stderr": file, "env": dict(environ), "start_new_session": True}
+        with subprocess.Popen(command, **how) as job:  # type: ignore[call-overload]
+            try:
+                code = job.wait(DEADLINE)
+                wrong = f"exit code {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                wrong = f"it has not ended after {DEADLINE:g} seconds"
+                job.terminate()  # launchers end their workers then
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(_END)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)
+        file.seek(0)
+        return wrong, file.read()
 
 
 def report(ways: Sequence[Way], rounds: int) -> str:

@@ -36,7 +36,8 @@ def laboratory() -> Any:
 
     here = str(harness.HERE)  # has a module keras, which workers must not find
     sys.path[:] = [place for place in sys.path if place != here]
-    options = {"preload": ["phalanx", "optax"], "timeout": 300.0}
+    sys.path.append(str(harness.HERE / "_preload"))
+    options = {"preload": ["phalanx", "optax", "laboratory_cache"], "timeout": 300.0}
     return faults.Laboratory(PROGRAM, DEADLINE, options)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +76,44 @@ def leaves_a_child(folder: str) -> None:
         resource.setrlimit(resource.RLIMIT_RTTIME, (limit, limit))
         os.execve("/bin/sleep", ["sleep", "20"], {"PHALANX_FAULTS": os.environ["PHALANX_FAULTS"]})
         time.sleep(0)
+
+
+ELASTIC_STEPS = 16
+_LATE = 12
+
+
+def train_elastically(folder: str, steps: int = ELASTIC_STEPS) -> None:
+    """A moving sum over batches, for which their order counts, while workers come and go."""
+    rows = BATCH * steps // 2  # in two epochs
+
+    def train(job: px.train.ElasticContext) -> None:
+        strategy = job.strategy
+        with strategy.scope():
+            total = px.Variable(jnp.zeros(3), aggregation=px.VariableAggregation.MEAN, name="total")
+        job.track(total=total)
+
+        @px.function
+        def step(x: Any) -> None:
+            def add(x: Any) -> None:
+                mine = jnp.stack([x.sum(), (x**2).sum(), (x % 7).sum()]).astype(jnp.float32)
+                found = px.get_replica_context().all_reduce("sum", mine)
+                total.assign(0.9 * total.value() + found)
+
+            strategy.run(add, args=(x,))
+
+        for batch in job.steps(px.data.Dataset.range(rows).shuffle(rows, seed=1), epochs=2):
+            faults.record(examples=batch, epoch=job.epoch)
+            if job.step == _LATE and "was killed" in job.reason and "has come" not in job.reason:
+                wait_for(lambda: job.is_ending)  # because of the worker that is started in its place
+            step(batch)
+        faults.record(state={"total": total})
+
+    px.train.elastic(train, batch_size=BATCH)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait for what other processes bring about."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.01)

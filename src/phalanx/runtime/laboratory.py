@@ -40,10 +40,12 @@ SCHEDULE = "schedule.json"
 HISTORY = "history-"
 FROZEN = "frozen-"
 
-PHASES = ("start", "input", "step", "save", "write", "commit", "restore", "record")
+_NUMBER = "PHALANX_DOOR_NUMBER"  # which worker of an elastic job this is; none has it a second time
+
+PHASES = ("start", "input", "step", "save", "write", "commit", "restore", "record", "join", "carry")
 """Where faults can happen: a worker starts, takes an element of its input, begins a step, has taken the
 values of a checkpoint, writes some of them, gives the checkpoint its name, restores one, or has
-recorded what it applied."""
+recorded what it applied. In an elastic job also: it joins a generation, or takes over its state."""
 
 
 class InjectedError(RuntimeError):
@@ -62,8 +64,9 @@ class LaboratoryProcess:
         self.folder = folder
         config = json.loads(environ.get("TF_CONFIG") or "{}")
         task = config.get("task", {"type": "worker", "index": 0})
-        self.worker = int(task["index"])
-        self.attempt = int(environ.get("PHALANX_RESTART") or 0)
+        number = environ.get(_NUMBER)
+        self.worker = int(task["index"] if number is None else number)
+        self.attempt = 0 if number is not None else int(environ.get("PHALANX_RESTART") or 0)
         schedule = json.loads((folder / SCHEDULE).read_text())
         self._seed = schedule["seed"]
         self._faults = [
@@ -75,11 +78,17 @@ class LaboratoryProcess:
         self._lock = threading.Lock()
         self._frozen = 0
         name = f"{HISTORY}{task['type']}-{self.worker}-{self.attempt}-{os.getpid()}.jsonl"
+        # A process of an elastic job that has started Python anew goes on with its history.
+        before = _lines(folder / name) if (folder / name).exists() else []
+        self._counts.update(x["event"] for x in before if "step" in x and x["event"] != "fault")
         self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         addresses = config.get("cluster", {}).get(task["type"], [])
         address = addresses[self.worker] if self.worker < len(addresses) else None
         about = {"pid": os.getpid(), "worker": self.worker, "attempt": self.attempt}
-        self.note("process", **about, address=address)
+        if before:
+            self.note("anew")
+        else:
+            self.note("process", **about, place=int(task["index"]), address=address)
         atexit.register(self._exit)
 
     def _exit(self) -> None:
@@ -167,13 +176,11 @@ class LaboratoryProcess:
         found: dict[str, float] = {}
         damaged: dict[str, float] = {}
         for path in self.folder.glob(f"{HISTORY}*"):
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # half written by a process that was killed
-                    event = json.loads(line)
-                    if event["event"] == "committed":
-                        found[event["path"]] = event["at"]
-                    elif event["event"] == "fault" and event["kind"] in ("corrupt", "truncate"):
-                        damaged[event["path"]] = event["at"]
+            for event in _lines(path):
+                if event["event"] == "committed":
+                    found[event["path"]] = event["at"]
+                elif event["event"] == "fault" and event["kind"] in ("corrupt", "truncate"):
+                    damaged[event["path"]] = event["at"]
         whole = {path: at for path, at in found.items() if at > damaged.get(path, 0.0)}
         return [Path(path) for path in sorted(whole, key=whole.__getitem__)]
 
@@ -183,6 +190,15 @@ _DELAYED = ("kill", "freeze", "notice", "cut")  # what can happen in the middle 
 
 _provided: dict[str, list[Callable[[], Any]]] = {}
 _known: list[LaboratoryProcess | None] = []
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The events in a file; the last one may be half written, by a process that was killed."""
+    found = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def _jump(seconds: float) -> None:

@@ -142,6 +142,9 @@ Order = Begin | Stop | Again | Release | Spawn | End | Fail
 # -- the state -------------------------------------------------------------------------------------
 
 
+_LATE = "workers have waited for each other too long, but none is lost"
+
+
 class _Is(Enum):
     COMING = "is being started"
     WAITING = "waits at the door"
@@ -289,7 +292,7 @@ class ElasticMembership:
         elif not replace:
             self._target = max(1, self._target - 1)
         orders = self._settle(now)
-        missing = self._target - len(self._workers)
+        missing = self._target - sum(not w.wants_to_leave for w in self._workers.values())
         if replace and missing > 0 and self._replacements > 0 and not self.is_over:
             self._replacements -= 1
             orders.append(Spawn(1))
@@ -438,7 +441,7 @@ class ElasticMembership:
             step,
             holders[0] if holders else None,
             holders,
-            "; ".join(self._news) or "the job begins",
+            "; ".join(self._news) or ("the job begins" if number == 1 else _LATE),
         )
         for rank, worker in enumerate(members):
             worker.place, worker.generation, worker.order = _Is.RUNNING, number, (0, rank)

@@ -80,6 +80,7 @@ def run_elastic_job(job: Job, view: ElasticDisplay, limits: WorkerLimits, size: 
             exited=workers.exited,
             noticed=door.all_leave,
             controller=workers,
+            spawn=job.spawn,
         )
         failure = Failure("elastic", workers.failure) if workers.failure else None
     result = judge(tasks, outcome, failure)

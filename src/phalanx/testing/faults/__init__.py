@@ -28,6 +28,7 @@ from phalanx.testing.faults.checkers import (
     reads_advance,
     staleness_held,
 )
+from phalanx.testing.faults.elastic_schedules import random_elastic_schedule
 from phalanx.testing.faults.exploring import JobVerdict, Laboratory, shrink
 from phalanx.testing.faults.history import (
     ClosureEnded,
@@ -50,13 +51,20 @@ from phalanx.testing.faults.job_checkers import (
     same_state,
 )
 from phalanx.testing.faults.job_history import JobHistory, Life
-from phalanx.testing.faults.jobs import JOB_FAULTS, JobFault, JobSchedule, random_job_schedule
+from phalanx.testing.faults.jobs import (
+    ELASTIC_FAULTS,
+    JOB_FAULTS,
+    JobFault,
+    JobSchedule,
+    random_job_schedule,
+)
 from phalanx.testing.faults.playing import JobRun, run
 from phalanx.testing.faults.proxies import Proxies
 from phalanx.testing.faults.recording import point, record
 from phalanx.testing.faults.schedules import KINDS, Fault, Schedule, random_schedule
 
 __all__ = [
+    "ELASTIC_FAULTS",
     "JOB_FAULTS",
     "KINDS",
     "ClosureEnded",
@@ -90,6 +98,7 @@ __all__ = [
     "nothing_left",
     "nothing_lost",
     "point",
+    "random_elastic_schedule",
     "random_job_schedule",
     "random_schedule",
     "reads_advance",

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from phalanx.testing.faults import elastic_history
 from phalanx.testing.faults.job_history import Event, JobHistory, Life
 
 __all__ = [
@@ -76,6 +77,15 @@ def examples_once(history: JobHistory, undisturbed: JobHistory | None = None) ->
 
 def checkpoints_kept(history: JobHistory) -> Iterator[str]:
     """A complete checkpoint is neither lost nor mixed up with another one, and damage is found."""
+    if not history.is_elastic:  # there, each generation restores, if none has the state in memory
+        yield from _newest_restored(history)
+    damaged = {event["path"] for _, event in history.faults() if event["kind"] in _DAMAGE}
+    for path, problem in history.end.get("checkpoints", {}).items():
+        if problem and path not in damaged:
+            yield f"the checkpoint {path} is not whole: {problem}"
+
+
+def _newest_restored(history: JobHistory) -> Iterator[str]:
     yield from _restored_alike(history)
     for attempt in range(history.attempts):
         lives = [life for life in history.lives if life.attempt == attempt]
@@ -88,10 +98,6 @@ def checkpoints_kept(history: JobHistory) -> Iterator[str]:
         if newest not in paths and not any(_is_newer(history, path, newest) for path in paths):
             what = ", ".join(sorted(paths)) or "nothing"
             yield f"attempt {attempt} restored {what}, but {newest} was complete before"
-    damaged = {event["path"] for _, event in history.faults() if event["kind"] in _DAMAGE}
-    for path, problem in history.end.get("checkpoints", {}).items():
-        if problem and path not in damaged:
-            yield f"the checkpoint {path} is not whole: {problem}"
 
 
 def _restored_alike(history: JobHistory) -> Iterator[str]:
@@ -205,6 +211,8 @@ def _naming_seconds(fault: Event, deadline: float) -> float | None:
 
 def _was_first(history: JobHistory, life: Life, fault: Event) -> bool:
     """Whether nothing had ended the attempt before, and the fault has ended it."""
+    if history.is_elastic:
+        return elastic_history.was_first(history, life, fault)
     if life.attempt == history.attempts - 1 and history.end.get("exit_code") == 0:
         return False  # it came when all was done
     earlier = [

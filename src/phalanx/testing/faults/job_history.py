@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.runtime.laboratory import HISTORY
+from phalanx.testing.faults import elastic_history
 
 __all__ = ["JobHistory", "Life"]
 
@@ -44,7 +45,8 @@ class JobHistory:
 
     Args:
         lives: its processes, in the order of their starts.
-        launcher: what the launcher has seen: "attempt", "failed" and "ended".
+        launcher: what the launcher has seen: "attempt", "failed" and "ended", and of an elastic job
+            "generation", "lost" and "starts".
 
     Examples:
         >>> from phalanx.testing import faults
@@ -93,21 +95,32 @@ class JobHistory:
         """How often the job was started."""
         return 1 + max((life.attempt for life in self.lives), default=0)
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers come and go in this job."""
+        return any(True for life in self.lives for _ in life.all("join"))
+
     # -- what counts -----------------------------------------------------------------------------
 
     def applied(self) -> Counter[tuple[int, int | str]]:
         """How often each example of each epoch counts in the end, as far as it was recorded.
 
         What a process has applied after its last checkpoint is lost with it; a process that restores
-        a checkpoint goes on with what had been applied when its values were taken.
+        a checkpoint goes on with what had been applied when its values were taken. In an elastic job,
+        what was recorded for a step by the last generation that made it counts.
         """
+        if self.is_elastic:
+            return elastic_history.applied_by_generations(self.lives)
         return self._until(self.attempts - 1, None, self.attempts)[0]
 
     def unrecorded(self) -> int:
         """How many examples may count without a record.
 
-        The first worker may have saved a step whose record another worker did not live to write.
+        The first worker may have saved a step whose record another worker did not live to write. In an
+        elastic job records come before the step, so there are none.
         """
+        if self.is_elastic:
+            return 0
         return self._until(self.attempts - 1, None, self.attempts)[1]
 
     def _until(
@@ -171,7 +184,12 @@ class JobHistory:
     # -- how long things took --------------------------------------------------------------------
 
     def has_ended_attempt(self, life: Life, fault: Event) -> bool:
-        """Whether a fault was the last one before its attempt failed, of those that end attempts."""
+        """Whether a fault was the last one before its attempt failed, of those that end attempts.
+
+        In an elastic job: before its generation ended.
+        """
+        if self.is_elastic and fault["kind"] not in _HARMLESS:
+            return elastic_history.has_changed_generation(self, life, fault)
         if life.attempt == self.attempts - 1 or fault["kind"] in _HARMLESS:
             return False
         return not any(
@@ -183,6 +201,8 @@ class JobHistory:
 
     def named(self, life: Life, fault: Event) -> float | None:
         """Seconds from a fault to the first word that names its worker; None if there is none."""
+        if self.is_elastic:
+            return elastic_history.change_named(self, life, fault)
         name = f"worker {life.worker}"
         moments = [
             float(event["at"])
@@ -199,6 +219,8 @@ class JobHistory:
 
     def recovered(self, life: Life, fault: Event) -> float | None:
         """Seconds from a fault to the next step of all workers, in the next attempt; None if none."""
+        if self.is_elastic:
+            return elastic_history.change_recovered(self, life, fault)
         ends = []
         for other in self.lives:
             if other.attempt != life.attempt + 1:

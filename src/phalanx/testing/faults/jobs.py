@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["JOB_FAULTS", "JobFault", "JobSchedule", "random_job_schedule"]
+__all__ = ["ELASTIC_FAULTS", "JOB_FAULTS", "JobFault", "JobSchedule", "random_job_schedule"]
 
 _ANYWHERE = ("input", "step", "save", "restore", "record")
 
@@ -32,6 +32,16 @@ JOB_FAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """What can go wrong with a worker, and the phases in which schedules by seed let it happen."""
 
+ELASTIC_FAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "kill": ("join", "carry", "input", "step", "record"),
+        "freeze": ("join", "input", "step", "record"),
+        "slow": ("join", "carry", "input", "step", "record"),
+        "notice": ("input", "step", "record"),
+    }
+)
+"""What can go wrong with a worker of an elastic job, and where `random_elastic_schedule` does it."""
+
 _FATAL = ("kill", "raise", "notice", "cut", "full")
 _LASTING = ("freeze", "slow")
 _DAMAGE = ("corrupt", "truncate")
@@ -44,7 +54,8 @@ class JobFault:
 
     Args:
         kind: one of `JOB_FAULTS`.
-        worker: with which worker.
+        worker: with which worker. Workers that join an elastic job are counted on: in one that begins
+            with three, the first that joins is worker 3.
         phase: where: one of `phalanx.runtime.laboratory.PHASES`, or a name that the program gives to
             `point`.
         step: the how-manieth time, from 0, that the process is there.
@@ -118,8 +129,9 @@ class JobSchedule:
 
     Args:
         seed: what they follow from, if they do.
-        workers: how many workers there are.
+        workers: how many workers there are, or are at first and at most in an elastic job.
         faults: all of them.
+        least: how many workers an elastic job needs; None for a job that needs all of them.
 
     Examples:
         >>> from phalanx.testing import faults
@@ -135,13 +147,20 @@ class JobSchedule:
     seed: int = 0
     workers: int = 2
     faults: tuple[JobFault, ...] = ()
+    least: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "faults", tuple(self.faults))
-        strange = [fault.code() for fault in self.faults if fault.worker >= self.workers]
+        most = self.workers if self.least is None else self.workers + len(self.faults)
+        strange = [fault.code() for fault in self.faults if fault.worker >= most]
         if self.workers < 1 or strange:
             raise InvalidValueError(
                 f"Faults must be of one of the {self.workers} workers. Received: {', '.join(strange)}"
+            )
+        if self.least is not None and not 1 <= self.least <= self.workers:
+            raise InvalidValueError(
+                f"An elastic job of {self.workers} workers needs at least 1 and at most as many. "
+                f"Received: least={shown(self.least)}"
             )
 
     def as_json(self) -> str:
@@ -152,20 +171,23 @@ class JobSchedule:
     def from_json(cls, text: str) -> JobSchedule:
         """What `as_json` made."""
         found = json.loads(text)
-        return cls(found["seed"], found["workers"], tuple(JobFault(**x) for x in found["faults"]))
+        faults = tuple(JobFault(**x) for x in found["faults"])
+        return cls(found["seed"], found["workers"], faults, found.get("least"))
 
     def code(self) -> str:
         """The schedule as Python code, to paste into a test."""
         inside = "".join(f"\n    {fault.code()}," for fault in self.faults)
         end = "\n" if self.faults else ""
-        return f"faults.JobSchedule({self.seed}, {self.workers}, ({inside}{end}))"
+        least = "" if self.least is None else f", least={self.least}"
+        return f"faults.JobSchedule({self.seed}, {self.workers}, ({inside}{end}){least})"
 
     def __str__(self) -> str:
-        head = f"The fault schedule of seed {self.seed}, {self.workers} workers:"
+        count = f"{self.workers}" if self.least is None else f"{self.least} to {self.workers}"
+        head = f"The fault schedule of seed {self.seed}, {count} workers:"
         return "\n".join([head, *(f"  {fault}" for fault in self.faults or ("nothing goes wrong",))])
 
     def attempts(self, deadline: float) -> int:
-        """How often the job must be started again at most."""
+        """How often the job must be started again at most, or workers of an elastic one."""
         return sum(fault.ends_the_attempt(deadline) for fault in self.faults)
 
     def simpler(self, deadline: float) -> Iterator[JobSchedule]:
@@ -175,7 +197,8 @@ class JobSchedule:
         if self.workers > 1:
             few = self.workers - 1
             kept = tuple(replace(x, worker=min(x.worker, few - 1)) for x in self.faults)
-            yield replace(self, workers=few, faults=kept)
+            least = None if self.least is None else min(self.least, few)
+            yield replace(self, workers=few, faults=kept, least=least)
         for i, fault in enumerate(self.faults):
             for change in _smaller(fault):
                 yield replace(self, faults=(*self.faults[:i], change, *self.faults[i + 1 :]))

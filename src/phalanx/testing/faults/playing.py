@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import InvalidValueError, NotFoundError, PhalanxError
+from phalanx.job.elastic.membership import Generation, WorkerLimits
 from phalanx.job.hub.descriptions import Task, describe_exit
 from phalanx.job.hub.server import Hub
 from phalanx.job.hub.tunnel import remove_left_behind
+from phalanx.job.launch.elastic_launcher import run_elastic_job
 from phalanx.job.launch.exit_policy import EndReason, Patience
 from phalanx.job.launch.launcher import Job, JobOutcome, run_job
 from phalanx.job.launch.process_group import spawn_here
@@ -45,6 +47,7 @@ PLACE = "{folder}"
 _LOOK_EVERY = 0.02  # seconds between looks for frozen processes
 _GONE = 5.0  # seconds that processes may take to be gone after the job
 _MOST_OUTPUT = 2000  # lines
+_STOPPING = 4.0  # deadlines after which a worker of an elastic job that says nothing is killed
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,16 @@ def run(
 ) -> JobRun:
     """Play a schedule: run a program as a job, as ``phalanx run --restarts`` does, with its faults.
 
+    If the schedule says how many workers the job needs at `least`, it is an elastic one, as of
+    ``phalanx run --workers MIN:MAX``.
+
     Args:
         program: a script; a script and its arguments, in which ``{folder}`` stands for a new folder
             for checkpoints; or a function, which is called with that folder. A script without such an
             argument runs in the new folder.
         schedule: what goes wrong, and how many workers there are.
-        restarts: how often the job is started again at most; by default as often as faults end it.
+        restarts: how often the job is started again at most, or how many workers of an elastic job
+            are replaced; by default as often as faults end it, or them.
         deadline: for how many seconds workers wait for each other (PHALANX_DEADLINE).
         timeout: after how many seconds the job is ended.
         devices: logical CPU devices of each worker; None leaves it to the program.
@@ -131,7 +138,10 @@ def run(
             patience=Patience(peers=3.0, terminate=6.0),
             spawn=spawn,
         )
-        outcome = run_job(job, view)
+        if schedule.least is None:
+            outcome = run_job(job, view)
+        else:
+            outcome = run_elastic_job(job, view, _limits(job, schedule, deadline), schedule.workers)
         if outcome.processes.reason is EndReason.INTERRUPT:
             raise KeyboardInterrupt
         history = JobHistory.read(folder)
@@ -148,7 +158,7 @@ def _command(program: Program, folder: Path, work: Path) -> tuple[list[str], str
         path = folder / "call"
         path.write_bytes(frame(sys.path) + called)
         argv = [sys.executable, "-P", programs.__file__, str(path)]
-        return argv, os.getcwd(), pack_call(programs.call, (called,), {})
+        return argv, os.getcwd(), pack_call(programs.call, (called, argv), {})
     words = [str(program)] if isinstance(program, str | Path) else [str(word) for word in program]
     if not words:
         raise InvalidValueError("Say which program to run. Received: nothing")
@@ -159,6 +169,19 @@ def _command(program: Program, folder: Path, work: Path) -> tuple[list[str], str
     words = [words[0], *(word.replace(PLACE, str(work)) for word in words[1:])]
     cwd = os.getcwd() if has_place else str(work)
     return [sys.executable, *words], cwd, pack_call(programs.run_script, (words, cwd), {})
+
+
+def _limits(job: Job, schedule: JobSchedule, deadline: float) -> WorkerLimits:
+    """How many workers an elastic job has, and how long it waits for them."""
+    assert schedule.least is not None
+    return WorkerLimits(
+        schedule.least,
+        schedule.workers,
+        replacements=job.restarts,
+        patience=60.0,
+        stopping=_STOPPING * deadline,
+        gathering=0.0,
+    )
 
 
 class _View:
@@ -190,7 +213,17 @@ class _View:
         """Nothing: workers that train together start together."""
 
     def goes_on(self, task: Task, code: int) -> None:
-        """Nothing: a job of workers needs all of them."""
+        """An elastic job has lost a worker."""
+        self.note("lost", text=f"{task} {describe_exit(code)}", code=code)
+
+    def generation(self, generation: Generation, names: Sequence[str]) -> None:
+        """A generation of an elastic job begins."""
+        about = {"members": list(names), "step": generation.step, "text": generation.reason}
+        self.note("generation", number=generation.number, **about)
+
+    def starts(self, task: Task) -> None:
+        """An elastic job starts a worker that is to join."""
+        self.note("starts", text=str(task))
 
     def line(self, index: int, error: bool, line: bytes) -> None:
         self.output.append(f"[{self._attempt}, worker {index}] {line.decode('utf-8', 'replace')}")

@@ -20,9 +20,14 @@ from phalanx.testing.copies import Copy, Template, find_template
 __all__ = ["call", "forking", "run_script"]
 
 
-def call(packed: bytes) -> None:
-    """Call a function as the main program of this process, and end it."""
-    _become_program()
+def call(packed: bytes, argv: Sequence[str] = ()) -> None:
+    """Call a function as the main program of this process, and end it.
+
+    Args:
+        packed: the function and its arguments.
+        argv: a command that does the same, for programs that start Python anew.
+    """
+    _become_program(argv)
     try:
         fn, args, kwargs = pickle.loads(packed)
         fn(*args, **kwargs)
@@ -34,7 +39,7 @@ def call(packed: bytes) -> None:
 
 def run_script(words: Sequence[str], cwd: str) -> None:
     """Run a script as the main program of this process, and end it."""
-    _become_program()
+    _become_program([sys.executable, *words])
     os.chdir(cwd)
     sys.argv = list(words)
     sys.path[:0] = [str(Path(words[0]).parent)]
@@ -46,9 +51,11 @@ def run_script(words: Sequence[str], cwd: str) -> None:
     sys.exit(0)
 
 
-def _become_program() -> None:
+def _become_program(argv: Sequence[str]) -> None:
     """Undo what workers of tests have and programs of users have not."""
     faulthandler.unregister(signal.SIGUSR1)
+    if argv:
+        sys.orig_argv[:] = argv
 
 
 class _Forked(Copy):

@@ -19,6 +19,7 @@ from phalanx.data.plan.dataset_options import AutoShardPolicy, Options
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError, PhalanxError
 from phalanx.job.bootstrap import JobConnection
 from phalanx.job.elastic.visitor import GenerationEntry, Visitor
+from phalanx.runtime import laboratory
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer
 from phalanx.train.agreed_stop import AgreedStop
@@ -103,7 +104,8 @@ class ElasticContext:
     @property
     def is_ending(self) -> bool:
         """Whether this generation ends after one of the next steps, because workers come or go."""
-        return self._stop.is_pending
+        is_lost = self._connection is not None and self._connection.member.failure is not None
+        return self._stop.is_pending or is_lost
 
     @property
     def scale(self) -> float:
@@ -168,6 +170,7 @@ class ElasticContext:
                     _log.info("The training goes on from %s.", path)
             return
         carried = self._carried
+        laboratory.reach("carry")
         if len(entry.holders) < entry.size:
             carried = self._from_source(entry, carried)
         assert carried is not None
@@ -258,6 +261,7 @@ class ElasticContext:
                 except StopIteration:
                     break
                 self._stop.begin()
+                laboratory.note("elastic step", generation=self.generation, number=position["step"])
                 yield batch
                 del batch
                 position["step"] += 1

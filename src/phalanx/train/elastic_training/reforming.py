@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 import tempfile
-from pathlib import Path
 from typing import NoReturn
 
 import jax
@@ -38,7 +37,6 @@ CARRIED = "PHALANX_CARRIED"
 _log = logging.getLogger("phalanx")
 
 _SWITCH = "PHALANX_ELASTIC_RESTART"
-_MEMORY = "/dev/shm"
 _SHOWN = 3
 
 
@@ -77,29 +75,41 @@ def forget_devices() -> None:
 
 def start_anew(state: CarriedState | None, step: int) -> NoReturn:
     """Start Python anew in this process, with the same program, which finds its state in memory."""
-    folder = _MEMORY if os.path.isdir(_MEMORY) else tempfile.gettempdir()
-    descriptor, path = tempfile.mkstemp(prefix="phalanx-carried-", dir=folder)
-    with open(descriptor, "wb") as file:
+    kept = _new_file()
+    with open(kept, "wb", closefd=False) as file:
         file.write(step.to_bytes(8, "little"))
         if state is not None:
             state.pack().tofile(file)
-    os.environ[CARRIED] = path
+    os.environ[CARRIED] = str(kept)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        if int(name) > 2:  # sockets of gloo would stay open, and keep up who waits at the other end
+        if (
+            int(name) > 2 and int(name) != kept
+        ):  # sockets of gloo would stay open, and keep up who waits at the other end
             with contextlib.suppress(OSError):
                 fcntl.fcntl(int(name), fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def _new_file() -> int:
+    """A file in memory without a name, so that nothing is left of it if this process is killed."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("phalanx-carried", 0)
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(file.fileno())
+    os.set_inheritable(kept, True)
+    return kept
+
+
 def take_over() -> tuple[int, CarriedState | None] | None:
     """The step and the state that this process had before it started anew; None if it did not."""
-    path = os.environ.pop(CARRIED, None)
-    if path is None:
+    kept = os.environ.pop(CARRIED, None)
+    if kept is None:
         return None
-    data = np.fromfile(path, np.uint8)
-    Path(path).unlink()
+    with open(int(kept), "rb") as file:
+        file.seek(0)
+        data = np.fromfile(file, np.uint8)
     step = int.from_bytes(data[:8].tobytes(), "little")
     return step, CarriedState.unpack(data[8:]) if len(data) > 8 else None

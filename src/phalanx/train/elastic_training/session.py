@@ -16,6 +16,7 @@ from phalanx.core.options import CommunicationOptions
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.job.connection import connected
 from phalanx.job.elastic.visitor import GenerationEntry, Released, Visitor
+from phalanx.runtime import laboratory
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -159,6 +160,7 @@ class _Session:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        laboratory.reach("join", generation=entry.generation, rank=entry.rank)
         context: ElasticContext | None = None
         strategy: MultiWorkerMirroredStrategy | None = None
         depth, failed = ctx.depth(), True
