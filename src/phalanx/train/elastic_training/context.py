@@ -70,12 +70,14 @@ class ElasticContext:
         saving: Saving,
         connection: JobConnection | None,
         visitor: Visitor | None,
-        carried: CarriedState | None,
+        brought: tuple[int, CarriedState | None],
     ) -> None:
         self.strategy, self.workers, self.rank = strategy, entry.size, entry.rank
         self.generation, self.reason, self.batch_size = entry.generation, entry.reason, batch_size
         self._entry, self._full_batch_size, self._saving = entry, full_batch_size, saving
-        self._connection, self._visitor, self._carried = connection, visitor, carried
+        self._connection, self._visitor = connection, visitor
+        # The step at which this worker has come, and its state, until all have the state.
+        self._brought: tuple[int, CarriedState | None] | None = brought
         self._position = {"step": 0, "epoch": 0, "examples": 0, "seed": _NO_SEED}
         self._checkpoint: Checkpoint | None = None
         self._manager: CheckpointManager | None = None
@@ -146,6 +148,7 @@ class ElasticContext:
             self._manager = CheckpointManager(checkpoint, self._saving.directory, max_to_keep=3)
         self._checkpoint = checkpoint
         self._restore()
+        self._brought = None
         self._is_whole = StateReferences(self._things()).is_whole()
         if not self._is_whole and self._manager is None and self.workers > 1:
             raise InvalidValueError(
@@ -169,7 +172,7 @@ class ElasticContext:
                 if path is not None:
                     _log.info("The training goes on from %s.", path)
             return
-        carried = self._carried
+        carried = None if self._brought is None else self._brought[1]
         laboratory.reach("carry")
         if len(entry.holders) < entry.size:
             carried = self._from_source(entry, carried)
@@ -177,7 +180,6 @@ class ElasticContext:
         restoring = Restoring(carried, self._things())  # type: ignore[arg-type]
         restoring.read()
         checkpoint.replace_values(restoring.give())
-        self._carried = None
 
     def _from_source(self, entry: GenerationEntry, carried: CarriedState | None) -> CarriedState:
         """The state of the one that has it, for those that do not; all take part."""
@@ -324,8 +326,9 @@ class ElasticContext:
         self._stop.close()
         if self._visitor is not None:
             self._visitor.on_stop(lambda: None)
-        if self._checkpoint is None:  # it has not come as far as to restore
-            return self._entry.step, self._carried
+        if self._brought is not None:  # it has not come as far as to restore
+            return self._brought
+        assert self._checkpoint is not None
         with contextlib.suppress(Exception):  # a checkpoint that was under way may fail now
             self._checkpoint.sync()
         if not self._is_whole:

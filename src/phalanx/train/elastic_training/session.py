@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 
 from phalanx.core import context as ctx
 from phalanx.core.options import CommunicationOptions
-from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.errors import (
+    ContextError,
+    DeadlineExceededError,
+    InvalidTypeError,
+    InvalidValueError,
+    WorkerLostError,
+)
 from phalanx.job.connection import connected
 from phalanx.job.elastic.visitor import GenerationEntry, Released, Visitor
 from phalanx.runtime import laboratory
@@ -121,6 +127,7 @@ class _Session:
         self._step = 0
         self._carried: CarriedState | None = None
         self._result: Any = None
+        self._broken = ""  # why this process cannot join others without starting anew
 
     def once(self) -> Any:
         """Train with the workers that there are."""
@@ -144,7 +151,7 @@ class _Session:
                 sys.exit(_exit_code(answer))
             if self._train(visitor, answer):
                 return self._result
-            why = reforming.can_stay()
+            why = self._broken or reforming.can_stay()
             if why:
                 _log.warning("Python starts anew for the next generation of workers: %s.", why)
                 reforming.start_anew(self._carried, self._step)
@@ -162,11 +169,13 @@ class _Session:
                 os.environ[name] = value
         laboratory.reach("join", generation=entry.generation, rank=entry.rank)
         context: ElasticContext | None = None
-        strategy: MultiWorkerMirroredStrategy | None = None
+        strategy = self._met(entry)
+        if strategy is None:
+            return False
         depth, failed = ctx.depth(), True
         try:
-            strategy = MultiWorkerMirroredStrategy(communication_options=self._options)
             context = self._context(strategy, entry, visitor)
+            self._carried = None  # the context has it, until all have it
             self._result = self._train_fn(context)
             context.close()
             visitor.finished(context.step)
@@ -182,11 +191,20 @@ class _Session:
             _log.warning("Generation %d has ended. By ranks: %s", entry.generation, error)
         ctx.back_to(depth)
         self._result = strategy = None
-        if context is not None:
-            self._step, self._carried = context.end(failed)
+        assert context is not None
+        self._step, self._carried = context.end(failed)
         context = None
         reforming.leave_cluster()
         return False
+
+    def _met(self, entry: GenerationEntry) -> MultiWorkerMirroredStrategy | None:
+        """A strategy over the workers of a generation; None if one is lost before all have met."""
+        try:
+            return MultiWorkerMirroredStrategy(communication_options=self._options)
+        except (WorkerLostError, DeadlineExceededError) as error:
+            _log.warning("Generation %d has not begun. By ranks: %s", entry.generation, error)
+            self._broken = "a worker was lost before all had met"  # JAX may be half connected
+            return None
 
     def _context(
         self, strategy: MultiWorkerMirroredStrategy, entry: GenerationEntry, visitor: Visitor | None
@@ -196,7 +214,14 @@ class _Session:
             for workers in (entry.size, entry.maximum)
         ]
         return ElasticContext(
-            strategy, entry, sizes[0], sizes[1], self._saving, connected(), visitor, self._carried
+            strategy,
+            entry,
+            sizes[0],
+            sizes[1],
+            self._saving,
+            connected(),
+            visitor,
+            (self._step, self._carried),
         )
 
 
