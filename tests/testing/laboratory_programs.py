@@ -82,8 +82,9 @@ ELASTIC_STEPS = 16
 _LATE = 12
 
 
-def train_elastically(folder: str, steps: int = ELASTIC_STEPS) -> None:
+def train_elastically(folder: str, variant: str = "", steps: int = ELASTIC_STEPS) -> None:
     """A moving sum over batches, for which their order counts, while workers come and go."""
+    ahead = Path(folder, "ahead")
     rows = BATCH * steps // 2  # in two epochs
 
     def train(job: px.train.ElasticContext) -> None:
@@ -102,13 +103,31 @@ def train_elastically(folder: str, steps: int = ELASTIC_STEPS) -> None:
             strategy.run(add, args=(x,))
 
         for batch in job.steps(px.data.Dataset.range(rows).shuffle(rows, seed=1), epochs=2):
-            faults.record(examples=batch, epoch=job.epoch)
-            if job.step == _LATE and "was killed" in job.reason and "has come" not in job.reason:
+            if variant != "records what others do" or job.generation == 1:
+                faults.record(examples=batch, epoch=job.epoch)
+            if variant == "one behind":
+                _fall_apart(job, ahead, lambda: step(batch))
+            elif job.step == _LATE and "was killed" in job.reason and "has come" not in job.reason:
                 wait_for(lambda: job.is_ending)  # because of the worker that is started in its place
             step(batch)
         faults.record(state={"total": total})
 
     px.train.elastic(train, batch_size=BATCH)
+
+
+def _fall_apart(job: px.train.ElasticContext, ahead: Path, step: Callable[[], None]) -> None:
+    """Worker 0 begins step 4 while worker 2 is still in step 3, and then worker 1 may be killed."""
+    if job.generation > 1 or job.step not in (3, 4):
+        return
+    if job.step == 4:
+        assert job.rank == 0
+        ahead.touch()
+    elif job.rank > 0:
+        step()  # the step of all; what comes after it never ends on this worker
+        wait_for(ahead.exists)
+        if job.rank == 1:
+            faults.point("ahead")
+        wait_for(lambda: job.is_ending)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
