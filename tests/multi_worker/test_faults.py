@@ -219,11 +219,12 @@ def test_workers_that_do_nothing() -> None:
     with contextlib.ExitStack() as stack:
         frozen = [stack.enter_context(started_cluster(deadline=DEADLINE)) for _ in range(3)]
         looping = stack.enter_context(started_cluster(2, 2, deadline=DEADLINE))
-        runs = [c.start(faults.caught, 10**9, bool(i % 2)) for i, c in enumerate(frozen)]
-        stuck = looping.start(faults.caught, 4, False, "loop", 1)
-        for guilty, cluster in enumerate(frozen):
+        runs = []
+        for guilty, cluster in enumerate(frozen):  # one by one: all compiling at once takes too long
+            runs.append(cluster.start(faults.caught, 10**9, bool(guilty % 2)))
             wait_until(cluster, runs[guilty], guilty, "started")
             cluster.stop(guilty)
+        stuck = looping.start(faults.caught, 4, False, "loop", 1)
         for guilty, cluster, run in (*zip(range(3), frozen, runs, strict=True), (1, looping, stuck)):
             others = [i for i in range(len(cluster.names)) if i != guilty]
             assert cluster.wait(functools.partial(all_ended, run, others), 60.0)

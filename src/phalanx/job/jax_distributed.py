@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import dataclasses
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -101,12 +102,13 @@ def _keep_backends() -> None:
 def forget_devices() -> None:
     """Let JAX begin with new backends, in a process that has left the others.
 
-    All arrays, devices and compiled programs of before are useless. The old backends are not destroyed,
-    which would wait for programs that may never end.
+    All arrays, devices and compiled programs of before are useless. The old backends are destroyed by
+    another thread, because that waits for what is still under way, and gives up its threads and memory.
     """
-    need(_clear_backends)
-    _keep_backends()
+    need(_clear_backends, _all_backends)
+    old = list(_all_backends().values()) if compat.backends_are_initialized() else []
     _clear_backends()
+    threading.Thread(target=old.clear, name="phalanx-forget", daemon=True).start()
 
 
 def publish(key: str, value: str) -> None:

@@ -51,6 +51,7 @@ def main(folder: Path, plan: str) -> int:
             (folder / "lost").touch()
             os.kill(os.getpid(), int(deed) - 128) if int(deed) > 128 else os._exit(int(deed))
         if deed == "freeze":
+            (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
         if deed == "notice":
             os.kill(os.getpid(), signal.SIGTERM)

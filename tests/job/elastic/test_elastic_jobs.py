@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.job.elastic.protocol_worker import wait_for
 
 from phalanx.cli import main
 from phalanx.cli.arguments import wanted_workers, worker_range
 from phalanx.errors import InvalidValueError
+from phalanx.job.elastic.membership import WorkerLimits
 
 WORKER = str(Path(__file__).with_name("protocol_worker.py"))
 
@@ -41,11 +50,11 @@ def test_a_lost_worker_is_replaced_by_one_that_joins(
 def test_too_few_workers_are_named_after_a_while(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--workers", "2:2", "--restarts", "0", "--wait", "0.3")
+    options = ("--workers", "2:2", "--restarts", "0", "--wait", "3")
     assert play(tmp_path, "1.1=137,0.1=lose", *options) == 137
     err = capfd.readouterr().err
     assert "needs at least 2 workers and has 1 (worker 0): worker 1 was killed by signal 9" in err
-    assert "No other came within 0.3 seconds." in err
+    assert "No other came within 3 seconds." in err
 
 
 def test_a_program_that_fails_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +81,67 @@ def test_a_state_that_went_with_a_worker_is_an_error(
     plan = "spread=1,1.1=137,0.1=lose"
     assert play(tmp_path, plan, "--workers", "1:2", "--restarts", "0") == 137
     assert "The state of the training is lost" in capfd.readouterr().err
+
+
+def test_a_notice_to_the_launcher_reaches_all_workers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As schedulers of machines send it: SIGUSR1 to `phalanx run`, while both train."""
+    with beside(tmp_path, ["0.1", "1.1"], lambda: os.kill(os.getpid(), signal.SIGUSR1)):
+        assert play(tmp_path, "", "--workers", "1:2") == 143
+    assert "0 in 2" not in capfd.readouterr().out
+
+
+def test_a_running_job_gets_more_workers_and_fewer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def resize() -> None:
+        assert main(["resize", "2"]) == 0
+        wait_for(tmp_path / "marks" / "1.2")
+        assert main(["resize", "3"]) == 2
+        assert main(["resize", "1"]) == 0
+
+    with beside(tmp_path, ["0.1"], resize):
+        assert play(tmp_path, "0.3=finish", "-n", "1", "--workers", "1:2") == 0
+    out, err = capfd.readouterr()
+    assert "2 wanted, of 1 to 2" in out
+    assert "0 in 2: worker 0, worker 1; worker 1 has come" in out
+    assert "This job has 1 to 2 workers. Received: 3" in err
+    assert "0 in 3: worker 0; worker 1 is no longer wanted" in out
+
+
+def test_a_frozen_worker_is_killed_and_replaced(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 stops (SIGSTOP), and does not say where it stands when the others do."""
+    monkeypatch.setattr(
+        WorkerLimits, "__init__", functools.partialmethod(_hasty, WorkerLimits.__init__)
+    )
+    plan = "1.1=freeze,0.1=lose,0.3=finish,2.3=finish"
+    assert play(tmp_path, plan, "--workers", "1:2", "--restarts", "1") == 0
+    out = capfd.readouterr().out
+    assert "0 in 2: worker 0; worker 1 was killed by signal 9 (SIGKILL)" in out
+    assert "2 in 3: worker 0, worker 1; worker 1 has come" in out
+
+
+def _hasty(self: Any, before: Any, *args: Any, **how: Any) -> None:
+    """Limits that give workers a moment to say where they stand."""
+    before(self, *args, **how, stopping=0.5)
+
+
+@contextlib.contextmanager
+def beside(tmp_path: Path, marks: Sequence[str], act: Callable[[], Any]) -> Iterator[None]:
+    """Do something in another thread when workers have made their marks."""
+
+    def wait_and_act() -> None:
+        for mark in marks:
+            wait_for(tmp_path / "marks" / mark)
+        act()
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(wait_and_act)
+        yield
+        done.result()
 
 
 def test_programs_that_do_not_expect_it_are_told(
