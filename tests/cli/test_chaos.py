@@ -56,10 +56,40 @@ def test_a_program_is_judged(start: str, tmp_path: Path, capsys: pytest.CaptureF
     assert f"faults.JobSchedule({SEED}, 1, (" in shown
 
 
+ELASTIC = """
+import phalanx as px
+from phalanx.testing import faults
+
+def train(job):
+    with job.strategy.scope():
+        total = px.Variable(0.0)
+    job.track(total=total)
+    for batch in job.steps(px.data.Dataset.range(24)):
+        faults.record(examples=batch)
+        total.assign_add(float(job.strategy.reduce("SUM", batch, axis=0)))
+    faults.record(state={"total": total})
+
+px.train.elastic(train, batch_size=4)
+"""
+
+
+@pytest.mark.soak  # tests/testing/test_elastic_laboratory.py plays others
+def test_an_elastic_program_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ELASTIC)
+    words = ["--schedules", "2", "-n", "1:2", "--faults", "kill", "--deadline", "60"]
+    assert main(["chaos", *words, str(script)]) == 0, capsys.readouterr().out
+    assert "2 of 2 schedules are right; 2 faults." in capsys.readouterr().out
+
+
 def test_what_the_command_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos"]) == 2
     assert "which program" in capsys.readouterr().err
     assert main(["chaos", "--faults", "explode", "train.py"]) == 2
     assert "'explode'" in capsys.readouterr().err
+    assert main(["chaos", "--workers", "1:2", "--faults", "raise", "train.py"]) == 2
+    assert (
+        "--faults must be of kill, freeze, slow, notice. Received: 'raise'" in capsys.readouterr().err
+    )
     assert main(["chaos", str(tmp_path / "none.py")]) == 2
     assert "no such file" in capsys.readouterr().err

@@ -41,6 +41,13 @@ def test_all_kinds_and_phases_come() -> None:
     assert any(fault.worker >= x.workers for x in schedules for fault in x.faults)
 
 
+def test_no_more_workers_leave_than_the_job_can_do_without() -> None:
+    for seed in range(200):
+        schedule = faults.random_elastic_schedule(seed, 3, least=2, kinds=["notice", "slow"])
+        assert schedule.least == 2
+        assert sum(fault.kind == "notice" for fault in schedule.faults) <= 1
+
+
 def test_what_a_schedule_cannot_be() -> None:
     with pytest.raises(ValueError, match="least=3"):
         JobSchedule(0, 2, (), least=3)

@@ -8,18 +8,25 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from phalanx.cli.arguments import count, positive, seconds
+from phalanx.cli.arguments import count, positive, seconds, worker_range
 from phalanx.cli.run import quiet_jax
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
+from phalanx.testing.faults.elastic_schedules import random_elastic_schedule
 from phalanx.testing.faults.exploring import JobVerdict, Laboratory
 from phalanx.testing.faults.job_history import JobHistory
-from phalanx.testing.faults.jobs import JOB_FAULTS, JobSchedule, random_job_schedule
+from phalanx.testing.faults.jobs import (
+    ELASTIC_FAULTS,
+    JOB_FAULTS,
+    JobSchedule,
+    random_job_schedule,
+)
 
 __all__ = ["add_chaos_parser"]
 
@@ -47,13 +54,20 @@ def add_chaos_parser(commands: argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument(
         "--schedules", type=positive, default=10, metavar="N", help="how many (default: %(default)s)"
     )
-    parser.add_argument("-n", "--workers", type=positive, metavar="N", help="default: 2, 3 or 4")
+    parser.add_argument(
+        "-n",
+        "--workers",
+        type=worker_range,
+        default=(0, None),
+        metavar="N or MIN:MAX",
+        help="MIN:MAX plays an elastic job, in which workers come and go (default: 2, 3 or 4)",
+    )
     parser.add_argument("--seed", type=count, default=0, help="of the first one (default: 0)")
     parser.add_argument(
         "--faults",
-        default=",".join(JOB_FAULTS),
         metavar="KIND,…",
-        help="what may go wrong (default: %(default)s)",
+        help=f"what may go wrong (default: {','.join(JOB_FAULTS)}; of elastic jobs: "
+        f"{','.join(ELASTIC_FAULTS)})",
     )
     parser.add_argument(
         "--steps", type=positive, metavar="N", help="of the program (default: as many as undisturbed)"
@@ -93,10 +107,11 @@ def chaos(options: argparse.Namespace) -> int:
     words = options.script[1:] if options.script[:1] == ["--"] else options.script
     if not words:
         raise InvalidValueError("Say which program to run: phalanx chaos train.py. Received: nothing")
-    kinds = [kind for kind in options.faults.split(",") if kind]
-    if not kinds or set(kinds) - set(JOB_FAULTS):
+    known = JOB_FAULTS if options.workers[1] is None else ELASTIC_FAULTS
+    kinds = list(known) if options.faults is None else [x for x in options.faults.split(",") if x]
+    if not kinds or set(kinds) - set(known):
         raise InvalidValueError(
-            f"--faults must be of {', '.join(JOB_FAULTS)}. Received: {shown(options.faults)}"
+            f"--faults must be of {', '.join(known)}. Received: {shown(options.faults)}"
         )
     laboratory = Laboratory(
         words,
@@ -125,13 +140,16 @@ def _play(
     found: list[JobVerdict] = []
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
         bar = progress.add_task("undisturbed", total=options.schedules)
-        first = laboratory.undisturbed(options.workers or 2)
+        number, most = options.workers
+        first = laboratory.undisturbed(most or number or 2)
         steps = options.steps or _steps(first.history)
         console.print(f"Undisturbed: {first.seconds:.1f} s, {steps} steps", highlight=False)
         for seed in range(options.seed, options.seed + options.schedules):
-            schedule = random_job_schedule(
-                seed, options.workers, kinds=kinds, steps=steps, deadline=options.deadline
-            )
+            how: dict[str, Any] = {"kinds": kinds, "steps": steps, "deadline": options.deadline}
+            if most is None:
+                schedule = random_job_schedule(seed, number or None, **how)
+            else:
+                schedule = random_elastic_schedule(seed, most, least=number, **how)
             progress.update(bar, description=f"seed {seed}")
             verdict = laboratory.play(schedule)
             found.append(verdict)

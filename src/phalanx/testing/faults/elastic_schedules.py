@@ -19,6 +19,7 @@ def random_elastic_schedule(
     seed: int,
     workers: int | None = None,
     *,
+    least: int = 1,
     kinds: Sequence[str] = tuple(ELASTIC_FAULTS),
     steps: int = 20,
     most: int = 3,
@@ -32,6 +33,8 @@ def random_elastic_schedule(
     Args:
         seed: any number.
         workers: how many there are at first and at most; None lets the seed choose 2, 3 or 4.
+        least: how many the job needs. Workers that leave after a notice are not replaced, so there are
+            only as many notices as the job can do without.
         kinds: what may go wrong; see `ELASTIC_FAULTS`.
         steps: how many steps the program makes.
         most: how many faults there are at most.
@@ -41,7 +44,8 @@ def random_elastic_schedule(
         >>> from phalanx.testing import faults
         >>> print(faults.random_elastic_schedule(3, workers=3, kinds=["kill"]))
         The fault schedule of seed 3, 1 to 3 workers:
-          attempt 0: kill worker 1 in record 2
+          attempt 0: kill worker 1 in record 7
+          attempt 0: kill worker 2 in join 0 + 0.001 s
     """
     if unknown := [kind for kind in kinds if kind not in ELASTIC_FAULTS]:
         raise InvalidValueError(
@@ -58,12 +62,16 @@ def random_elastic_schedule(
         if not targets:
             break
         worker = targets.pop(rng.randrange(len(targets)))
-        fault = _random_fault(rng, rng.choice(list(kinds)), worker, worker >= count, steps, deadline)
+        leaving = sum(fault.kind == "notice" for fault in found)
+        possible = [x for x in kinds if x != "notice" or leaving < count - least]
+        if not possible:
+            break
+        fault = _random_fault(rng, rng.choice(possible), worker, worker >= count, steps, deadline)
         found.append(fault)
         if fault.kind == "kill":  # another one is started, and may be hit as well
             targets.append(joining)
             joining += 1
-    return JobSchedule(seed, count, tuple(found), least=1)
+    return JobSchedule(seed, count, tuple(found), least=min(least, count))
 
 
 def _random_fault(
