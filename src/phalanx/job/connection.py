@@ -65,6 +65,7 @@ def leave_job() -> None:
         ledger = _ledgers.pop() if _ledgers else None
         if ledger is not None:
             atexit.unregister(ledger.settle_at_exit)
+            ledger.close()
         use_ledger(None)
         activity.watched_by_none()
 
@@ -126,6 +127,10 @@ class WorkerLedger:
             waiting, token = under_way
             with waiting:
                 self._waiter.wait(token, self._look)
+
+    def close(self) -> None:
+        """No program is waited for any more."""
+        self._waiter.close()
 
     def settle_at_exit(self) -> None:
         """Let the last program end before this process leaves the others, unless the job has failed."""

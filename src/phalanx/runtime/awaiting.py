@@ -80,6 +80,12 @@ class Waiter:
         if awaited.error is not None:
             raise awaited.error
 
+    def close(self) -> None:
+        """End the thread, when it has come back."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.put(None)
+
 
 def is_any_left() -> bool:
     """Whether a thread waits for a program that the process has left."""

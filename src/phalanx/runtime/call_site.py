@@ -11,7 +11,9 @@ which the main thread is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import importlib.util
 import itertools
 import os
@@ -19,7 +21,7 @@ import site
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, TracebackType
 
@@ -108,14 +110,32 @@ def describe(frame: FrameType) -> str:
 
 def where_is(thread_id: int | None) -> str:
     """The user's line that another thread is executing, for messages about who is late."""
-    return _users_line(sys._current_frames().get(thread_id) if thread_id is not None else None)
+    with _no_garbage_is_collected():
+        return _users_line(sys._current_frames().get(thread_id) if thread_id is not None else None)
 
 
 def lines_of(names: tuple[str, ...]) -> list[str]:
     """The user's lines that threads are executing whose names begin so; without those that run none."""
-    frames = sys._current_frames()
-    chosen = [frames.get(t.ident or 0) for t in threading.enumerate() if t.name.startswith(names)]
-    return sorted({describe(f) for start in chosen if (f := _innermost(start, is_users))})
+    with _no_garbage_is_collected():
+        frames = sys._current_frames()
+        chosen = [frames.get(t.ident or 0) for t in threading.enumerate() if t.name.startswith(names)]
+        return sorted({describe(f) for start in chosen if (f := _innermost(start, is_users))})
+
+
+@contextlib.contextmanager
+def _no_garbage_is_collected() -> Iterator[None]:
+    """While frames of other threads are looked at.
+
+    Python makes the object of a frame when it is asked for. If garbage is collected in that moment,
+    finalizers may let the other thread run, and the frame be gone before the object is its own.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def describe_traceback(traceback: TracebackType | None) -> str:
