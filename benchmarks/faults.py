@@ -131,7 +131,7 @@ def outcomes_table(rows: Sequence[dict[str, Any]]) -> str:
 def wrong_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         for problem in row["violations"]:
-            yield f"* seed {row['seed']}: {problem[:300]}"
+            yield f"* seed {row['seed']}: {problem.splitlines()[0][:300]}"
 
 
 def report(options: argparse.Namespace) -> str:
