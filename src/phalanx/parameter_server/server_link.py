@@ -22,7 +22,7 @@ from phalanx.net.stream import Stream
 from phalanx.parameter_server import wire
 from phalanx.parameter_server.buffers import BufferPool
 from phalanx.parameter_server.landing import Landing, Room
-from phalanx.parameter_server.lane import Lane
+from phalanx.parameter_server.lane import Lane, Placed
 from phalanx.parameter_server.service import PURPOSE
 from phalanx.parameter_server.shared_memory import SharedMemory, offer
 from phalanx.parameter_server.wire import LIMITS, Kind
@@ -46,7 +46,7 @@ class ServerRequest:
 
     buffers: list[Any]
     then: Callable[[Any], None]
-    mark: int = 0  # of the lane, if the request has used it
+    placed: Placed | None = None  # in the lane
 
 
 class Refusal(Exception):
@@ -173,8 +173,8 @@ class ServerLink:
         requests = [self.pending.popleft() for _ in answers]
         if self._lane is not None:
             for request in requests:
-                if request.mark:
-                    self._lane.release(request.mark)
+                if request.placed is not None:
+                    self._lane.release(request.placed)
         failure: Exception | None = None
         for request, answer in zip(requests, answers, strict=True):
             try:
@@ -192,13 +192,17 @@ class ServerLink:
         lane = self._lane
         if lane is None or not lane.fits(request.buffers):
             return request.buffers
+        while self.pending and self.poll():  # places that come back are in the caches of the processors
+            pass
+        if self._lane is not lane:  # of a connection that was lost
+            return request.buffers
         while (placed := lane.place(request.buffers)) is None:
             if not self.pending:
                 return request.buffers
             self.answer()
-            if self._lane is not lane:  # of a connection that was lost
+            if self._lane is not lane:
                 return request.buffers
-        buffers, request.mark = placed
+        buffers, request.placed = placed
         return buffers
 
     def room(self, size: int) -> Room | None:
@@ -244,7 +248,7 @@ class ServerLink:
         self._may_have_lane = self._may_have_landing = True
         self._held = []
         for request in self.pending:
-            request.mark = 0
+            request.placed = None
         if stream is not None:
             self.bytes_in += stream.bytes_in
             self.bytes_out += stream.bytes_out
