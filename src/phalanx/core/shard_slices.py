@@ -108,7 +108,8 @@ def split_rows(indices: Array, ends: tuple[int, ...]) -> Sequence[ShardRows]:
         if known is indices:
             return parts
     found = next((parts for known, parts in tuple(recent) if _are_equal(known, indices)), None)
-    is_fixed = type(indices.base) is bytes  # as constants of programs are, so nothing changes it
+    memory: Any = indices.base
+    is_fixed = isinstance(memory, bytes)  # as that of constants of programs is: nothing changes it
     if found is None or is_fixed:
         found = found or _split(indices, ends)
         recent.appendleft((indices if is_fixed else indices.copy(), found))
