@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
+import io
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.launching import as_user, new_processes
 
 import phalanx as px
 
@@ -62,35 +66,15 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 PROGRAMS = [block for block in BLOCKS if block.mark == "own-process"]
 
 
-# Programs are compiled as readers compile them, unlike those of other tests (conftest.py).
-AS_READERS = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
-
-
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[px.testing.MultiProcess]:
-    """Runs each function in a process of its own, which has imported Phalanx and done nothing else."""
-    with px.testing.MultiProcess(1, reuse=False, env=AS_READERS, preload=["phalanx"]) as cluster:
+    with new_processes() as cluster:
         yield cluster
-
-
-def as_reader() -> None:
-    """Undo what workers have and readers have not, and take no warning for granted."""
-    import os
-    import warnings
-
-    for name in [x for x in os.environ if x.startswith(("PHALANX_", "TF_CONFIG"))]:
-        del os.environ[name]
-    warnings.simplefilter("error")
 
 
 def run_blocks(page: str, listed: list[tuple[int, str]]) -> list[str]:
     """What each block prints; all of them are one program, as for a reader who pastes them."""
-    import contextlib
-    import io
-    import sys
-    from types import ModuleType
-
-    as_reader()
+    as_user()
     program = sys.modules["__main__"] = ModuleType("__main__")
     outputs = []
     for line, code in listed:
