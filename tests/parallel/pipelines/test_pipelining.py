@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,50 +76,67 @@ FULL = [
 ]
 
 
-def check_cross(name: str, stages: int, micro_batches: int, chunks: int) -> None:
-    parts = stages * chunks
-    model = models.language(parts) if parts > 2 else models.equal(parts)
+def check_cross(model: Model, name: str, stages: int, micro_batches: int, chunks: int) -> Pipelined:
     pipe = piped(model, stages, name, micro_batches, chunks=chunks)
     assert_like_whole(model, pipe, 8)
     filled = 8 % -(-8 // micro_batches) == 0 and -(-8 // -(-8 // micro_batches)) == micro_batches
     if filled:  # no micro batch is empty
         assert pipe.peak_live == pipe.schedule.peak_live
+    return pipe
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "chunks"), THIN)
 def test_gradients_are_those_of_the_whole_model(
     name: str, stages: int, micro_batches: int, chunks: int
 ) -> None:
-    check_cross(name, stages, micro_batches, chunks)
+    parts = stages * chunks
+    model = models.language(parts) if parts > 2 else models.equal(parts)
+    check_cross(model, name, stages, micro_batches, chunks)
+
+
+@functools.cache
+def whole_steps(kind: str, parts: int) -> tuple[Model, list[float], Any]:
+    """A model, its losses in 20 steps on one device, and its parameters after them."""
+    model = KINDS[kind](parts)
+    transform = optax.adam(1e-2)
+    params, state = model.params, transform.init(model.params)
+
+    @jax.jit
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(model.whole)(params, *batch)
+        updates, state = transform.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for i in range(20):
+        params, state, value = step(params, state, *model.batch(8 - i % 2))
+        losses.append(float(value))
+    return model, losses, params
+
+
+KINDS: dict[str, Callable[[int], Model]] = {
+    "equal": models.equal,
+    "tied": models.language,
+    "heterogeneous": lambda parts: models.language(parts, tied=False),
+}
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "chunks"), FULL)
 def test_twenty_steps_are_those_of_the_whole_model_in_all_cases(
-    name: str, stages: int, micro_batches: int, chunks: int
+    name: str, stages: int, micro_batches: int, chunks: int, kind: str
 ) -> None:
-    check_cross(name, stages, micro_batches, chunks)
-    parts = stages * chunks
-    for model in (models.language(parts), models.language(parts, tied=False)):
-        pipe = piped(model, stages, name, micro_batches, chunks=chunks)
-        transform = optax.adam(1e-2)
-        optimizer = pipe.optimizer(transform, donate=True)
-        params, whole = pipe.place(jax.tree.map(np.asarray, model.params)), model.params
-        state, whole_state = optimizer.init(params), transform.init(model.params)
-
-        @jax.jit
-        def step(params: Any, state: Any, *batch: Any, model: Any = model) -> Any:
-            value, gradients = jax.value_and_grad(model.whole)(params, *batch)
-            updates, state = transform.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state, value
-
-        for i in range(20):
-            batch = model.batch(8 - i % 2)
-            value, gradients = pipe.value_and_grad(params, *batch)
-            params, state = optimizer.update(gradients, state, params)
-            whole, whole_state, expected = step(whole, whole_state, *batch)
-            np.testing.assert_allclose(value, expected, rtol=1e-4)
-        assert_close(params, whole, 1e-3)
+    model, losses, whole = whole_steps(kind, stages * chunks)
+    pipe = check_cross(model, name, stages, micro_batches, chunks)
+    optimizer = pipe.optimizer(optax.adam(1e-2), donate=True)
+    params = pipe.place(jax.tree.map(np.asarray, model.params))
+    state = optimizer.init(params)
+    for i, expected in enumerate(losses):
+        value, gradients = pipe.value_and_grad(params, *model.batch(8 - i % 2))
+        params, state = optimizer.update(gradients, state, params)
+        np.testing.assert_allclose(value, expected, rtol=1e-4)
+    assert_close(params, whole, 1e-3)
 
 
 @st.composite
