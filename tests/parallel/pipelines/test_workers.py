@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -158,6 +160,72 @@ def test_twenty_steps_of_every_schedule_on_workers(workers: int) -> None:
             check(cluster, workers, name, stages, 6, chunks, 20, 6)
 
 
+def overlapping() -> Any:
+    """Whether micro batch 0 left while this worker still computed 1, and was waited for by none.
+
+    The computation of micro batch 0 ends after 1 was begun by the schedule, and that of 1 after the
+    result of 0 was sent.
+    """
+    from phalanx.collectives import groups
+    from phalanx.parallel.pipelines import stage_steps
+    from phalanx.parallel.pipelines.pipelining import pipeline
+
+    px.comm.init()
+    issued, sent = threading.Event(), threading.Event()
+    came: list[bool] = []
+
+    def wait(x: Any) -> Any:
+        came.append((sent if came else issued).wait(60))
+        return x
+
+    def slow(p: Any, x: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return models.layer(p, jax.pure_callback(wait, shape, x @ jnp.eye(len(x.T))))
+
+    perform, mailbox = stage_steps.StageStep.perform, groups.world().mailbox
+    assert mailbox is not None
+    post = mailbox.post
+
+    def performed(step: Any, action: Any) -> None:
+        if (action.kind, action.micro) == ("F", 1):
+            issued.set()
+        perform(step, action)
+
+    def posted(*args: Any) -> None:
+        post(*args)
+        if issued.is_set():
+            sent.set()
+
+    first = px.comm.get_rank() == 0
+    model = models.equal(2)
+    x, target = model.batch(64)
+    pipe = pipeline(
+        [slow if first else models.layer, models.layer],
+        "gpipe",
+        2,
+        loss=model.loss,
+        devices=["CPU:0"],
+        workers=True,
+    )
+    if first:
+        stage_steps.StageStep.perform = performed  # type: ignore[method-assign]
+        mailbox.post = posted  # type: ignore[method-assign]
+    try:
+        value, _ = pipe.value_and_grad(pipe.place(model.params), x, target)
+    finally:
+        stage_steps.StageStep.perform = perform  # type: ignore[method-assign]
+        mailbox.post = post  # type: ignore[method-assign]
+    return float(value), came
+
+
+def test_activations_are_sent_while_the_next_ones_are_computed(pair: px.testing.MultiProcess) -> None:
+    model = models.equal(2)
+    wanted = float(model.whole(model.params, *model.batch(64)))
+    (first, came), (last, _) = pair.run(overlapping, timeout=120)
+    assert came == [True, True]
+    assert first == last == pytest.approx(wanted, rel=1e-5)
+
+
 def failing(what: str, count: int = 2) -> tuple[str, str]:
     from phalanx.parallel.pipelines.pipelining import pipeline
 
@@ -165,18 +233,24 @@ def failing(what: str, count: int = 2) -> tuple[str, str]:
     rank = px.comm.get_rank()
     model = models.equal(count)
 
+    def raises(x: Any) -> Any:
+        raise ZeroDivisionError("while it is computed")
+
     def bad(p: Any, x: Any) -> Any:
+        if what == "computes":
+            x = jax.pure_callback(raises, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         if what == "raises":
             raise ZeroDivisionError("in my stage")
         if what == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         return models.layer(p, x)
 
+    where = {"raises": 1, "dies": 1, "computes": 0}
     micro_batches = 4 if what == "schedule" and rank else 2
     rows = 6 if what == "shapes" and rank else 4
     try:
         pipe = pipeline(
-            [bad if i == 1 and what in ("raises", "dies") else models.layer for i in range(count)],
+            [bad if i == where.get(what) else models.layer for i in range(count)],
             "1f1b",
             micro_batches,
             loss=model.loss,
@@ -207,6 +281,15 @@ def test_a_stage_that_fails_or_disagrees_is_named_on_the_others(
         assert results[1] == ("ZeroDivisionError", "in my stage")
     else:
         assert results[1] == results[0]
+
+
+def test_a_computation_that_fails_is_named_on_the_others(pair: px.testing.MultiProcess) -> None:
+    """Its result is waited for by the thread that sends it."""
+    first, last = pair.run(failing, "computes")
+    assert first[0] == "JaxRuntimeError"
+    assert "while it is computed" in first[1]
+    assert last[0] == "WorkerFailedError"
+    assert "Stage 0 of a pipeline failed on rank 0: JaxRuntimeError" in last[1]
 
 
 @pytest.mark.soak
