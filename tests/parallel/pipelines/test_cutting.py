@@ -128,18 +128,15 @@ def small_gpt() -> tuple[Any, Any, Any]:
     return gpt.loss_of(2), params, tuple(batch)
 
 
-def best_of_all(
-    function: Any, params: Any, batch: Any, plan: Any, name: str, budget: float = float("inf")
-) -> float:
+def best_of_all(function: Any, params: Any, batch: Any, plan: Any, name: str) -> float:
     """The least latency of all cuts, each timed by itself."""
-    made = schedule(name, plan.pipeline.stages, plan.pipeline.micro_batches)
-    rows = plan.pipeline.micro_batches
-    micro = tuple(jax.ShapeDtypeStruct((x.shape[0] // rows, *x.shape[1:]), x.dtype) for x in batch)
+    count = plan.pipeline.micro_batches
+    made = schedule(name, plan.pipeline.stages, count)
+    micro = tuple(jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype) for x in batch)
     flat = flattened(function, params, micro)
     known = stage_costs(flat, plan, searched_hardware("CPU"), 2.0)
     every = itertools.combinations(known.cuts, made.positions - 1)
-    found = (candidate(known, made, cuts) for cuts in every)
-    return min(c.seconds for c in found if max(c.memory) <= budget)
+    return min(candidate(known, made, cuts).seconds for cuts in every)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +155,8 @@ def test_models_are_cut_where_it_is_best_of_all(model: str, name: str, stages: i
 def test_stages_and_schedules_are_the_best_of_all() -> None:
     params, batch = uneven_arguments(4)
 
-    def plan(stages: Any, names: Any, memory: float | None = None) -> Any:
-        given = {"micro_batches": 4, "stages": stages, "schedules": names, "memory": memory}
+    def plan(stages: Any, names: Any) -> Any:
+        given = {"micro_batches": 4, "stages": stages, "schedules": names}
         return search_pipeline(uneven, params, batch, 2, "CPU", **given)
 
     names = ["1f1b", "gpipe", "interleaved"]
@@ -168,10 +165,6 @@ def test_stages_and_schedules_are_the_best_of_all() -> None:
         name = found.pipeline.schedule
         assert found.pipeline.seconds == best_of_all(uneven, params, batch, found, name)
     assert best.pipeline.seconds == min(found.pipeline.seconds for found in every)
-    tight = max(every[1].pipeline.memory) * 0.95
-    within = plan(2, ["1f1b"], tight)
-    assert max(within.pipeline.memory) <= tight
-    assert within.pipeline.seconds == best_of_all(uneven, params, batch, within, "1f1b", tight)
 
 
 def test_memory_moves_cuts_and_is_never_exceeded() -> None:
