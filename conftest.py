@@ -19,7 +19,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Most programs run once or twice here, so compiling takes longer than running. XLA therefore makes code
 # without optimizing it much; what it does to whole programs, such as partitioning, is as users have it.
 # With JAX_DISABLE_MOST_OPTIMIZATIONS=0, as in `make soak`, the code is that of users too.
-HURRIED = "--xla_cpu_use_fusion_emitters=false"
+HURRIED = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if (
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.launching import run_script
 
 import phalanx as px
 
@@ -128,15 +126,7 @@ def test_a_whole_job_with_an_evaluator(tmp_path: Path) -> None:
     script.write_text(PROGRAM)
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    command = [sys.executable, "-m", "phalanx", "run", "-n", "1", "--ps", "1", "--evaluator"]
-    done = subprocess.run(
-        [*command, str(script), str(folder)],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_script(script, str(folder), folder=tmp_path, ps=1, evaluator=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[evaluator 0] evaluated ('ckpt-5', 4.0)\n"
 

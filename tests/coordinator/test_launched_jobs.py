@@ -8,14 +8,11 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+from tests.launching import run_script
 
 from phalanx.job.launch.ports import PortReservation
-
-COMMAND = [sys.executable, "-m", "phalanx", "run", "--timeout", "120"]
 
 SERVE = """
 import os, signal, sys
@@ -41,33 +38,15 @@ def status_of(index):
 """
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def start(program: str, *options: str) -> subprocess.CompletedProcess[str]:
-        script = tmp_path / "train.py"
-        script.write_text(SERVE + textwrap.dedent(program))
-        return subprocess.run(
-            [*COMMAND, *options, str(script)],
-            env={
-                **os.environ,
-                "XDG_RUNTIME_DIR": str(tmp_path),
-                "XDG_STATE_HOME": str(tmp_path / "state"),
-                "JAX_PLATFORMS": "cpu",
-                "COLUMNS": "200",
-            },
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
-
-    return start
+def run(folder: Path, program: str, **tasks: int) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    script.write_text(SERVE + textwrap.dedent(program))
+    return run_script(script, folder=folder, env={"COLUMNS": "200"}, **tasks)
 
 
-def test_a_server_that_dies_comes_back_with_everything(
-    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_a_server_that_dies_comes_back_with_everything(tmp_path: Path) -> None:
     done = run(
+        tmp_path,
         """
         strategy, coordinator = coordinator_of(durability="log", server_timeout=60.0)
         with strategy.scope():
@@ -87,7 +66,9 @@ def test_a_server_that_dies_comes_back_with_everything(
         from phalanx.cli import main
         print("explained:", main(["explain"]), flush=True)
         """,
-        *("-n", "2", "--ps", "2", "--restarts", "1"),
+        workers=2,
+        ps=2,
+        restarts=1,
     )
     assert done.returncode == 0, done.stderr
     assert "[chief 0] [300, 300]\n" in done.stdout
@@ -101,10 +82,9 @@ def test_a_server_that_dies_comes_back_with_everything(
     assert not list((tmp_path / "state" / "phalanx" / "jobs").iterdir())  # nothing is left behind
 
 
-def test_a_server_that_keeps_nothing_is_named(
-    run: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
+def test_a_server_that_keeps_nothing_is_named(tmp_path: Path) -> None:
     done = run(
+        tmp_path,
         """
         strategy, coordinator = coordinator_of(server_timeout=20.0)
         with strategy.scope():
@@ -116,7 +96,8 @@ def test_a_server_that_keeps_nothing_is_named(
         except px.errors.UnavailableError as error:
             print(error, flush=True)
         """,
-        *("-n", "1", "--ps", "1", "--restarts", "1"),
+        ps=1,
+        restarts=1,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"ps task 0, .* kept nothing", done.stdout)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
-import json
-import os
+import io
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.launching import as_user, new_processes
 
 import phalanx as px
 
@@ -66,24 +66,24 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 PROGRAMS = [block for block in BLOCKS if block.mark == "own-process"]
 
 
-# Programs are compiled as readers compile them, unlike those of other tests (conftest.py).
-AS_READERS = {
-    k: v for k, v in os.environ.items() if k not in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
-}
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[px.testing.MultiProcess]:
+    with new_processes() as cluster:
+        yield cluster
 
 
-def run_program(code: str, given: str = "") -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=AS_READERS,
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_blocks(page: str, listed: list[tuple[int, str]]) -> list[str]:
+    """What each block prints; all of them are one program, as for a reader who pastes them."""
+    as_user()
+    program = sys.modules["__main__"] = ModuleType("__main__")
+    outputs = []
+    for line, code in listed:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * line + code, page, "exec"), program.__dict__)  # errors show its line
+        outputs.append(printed.getvalue())
+    assert not px.has_strategy(), "an example left its strategy set"
+    return outputs
 
 
 def test_every_block_is_found_and_every_mark_means_something() -> None:
@@ -96,34 +96,17 @@ def test_only_code_for_tensorflow_is_left_out() -> None:
     assert all("tf." in block.code for block in BLOCKS if block.mark == "no-run")
 
 
-# Runs the blocks of a page in a fresh Python, as a reader would who pastes them.
-_PAGE = """
-import contextlib, io, json, sys
-page, listed = json.load(sys.stdin)
-namespace, outputs = {"__name__": page}, []
-for line, code in listed:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile("\\n" * line + code, page, "exec"), namespace)  # errors show the line of the page
-    outputs.append(printed.getvalue())
-import phalanx as px
-assert not px.has_strategy(), "an example left its strategy set"
-print(json.dumps(outputs))
-"""
-
-
 @pytest.mark.parametrize("page", sorted({b.page for b in BLOCKS if not b.mark}), ids=name_of)
-def test_examples_run(page: Path) -> None:
+def test_examples_run(page: Path, fresh: px.testing.MultiProcess) -> None:
     listed = [block for block in blocks(page) if not block.mark]
-    given = json.dumps([str(page), [(block.line, block.code) for block in listed]])
-    outputs = json.loads(run_program(_PAGE, given).splitlines()[-1])
+    [outputs] = fresh.run(run_blocks, str(page), [(x.line, x.code) for x in listed], timeout=300)
     for block, output in zip(listed, outputs, strict=True):
         assert block.output in (None, output), f"{name_of(page)}:{block.line}"
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=lambda b: f"{name_of(b.page)}:{b.line}")
-def test_programs_run(block: Block) -> None:
-    run_program(block.code)
+def test_programs_run(block: Block, fresh: px.testing.MultiProcess) -> None:
+    fresh.run(run_blocks, str(block.page), [(block.line, block.code)], timeout=300)
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/guide/quickstart.md"])
@@ -136,7 +119,7 @@ def test_the_first_programs_are_short(name: str) -> None:
         assert needed in code
 
 
-def test_the_line_to_change_in_the_readme() -> None:
+def test_the_line_to_change_in_the_readme(fresh: px.testing.MultiProcess) -> None:
     """The example of the README learns the same weights with each strategy of its table."""
     (block,) = (b for b in PROGRAMS if b.page.name == "README.md")
     (line,) = re.findall(r"^strategy = .*$", block.code, re.MULTILINE)
@@ -145,7 +128,8 @@ def test_the_line_to_change_in_the_readme() -> None:
     alone = [other for other in table if "TPU" not in other and "ParameterServer" not in other]
     variants = [block.code.replace(line, other) for other in alone]
     assert len(variants) == 5
-    output = run_program(f"for code in {variants!r}:\n    exec(code, {{}})\n")
+    [outputs] = fresh.run(run_blocks, "README.md", [(block.line, code) for code in variants])
+    output = "".join(outputs)
     replicas = re.findall(r"^(\d+) replicas", output, re.MULTILINE)
     assert replicas == ["1", "1", "4", "4", "2"]
     weights = re.findall(r"^w = \[(.*)\]", output, re.MULTILINE)

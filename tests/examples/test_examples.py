@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.launching import AS_USERS, new_processes, run_program, run_script
 
 from phalanx.testing import faults
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-
-def start(script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / script), *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def losses(script: str, *options: str) -> list[tuple[float, float]]:
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    with new_processes() as cluster:
+
+        def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+            return cluster.run(run_program, str(EXAMPLES / script), *options, timeout=300)[0]
+
+        yield run
+
+
+def losses(start: Start, script: str, *options: str) -> list[tuple[float, float]]:
     """The loss and the test loss of each epoch, as the script printed them."""
     done = start(script, *options)
     assert done.returncode == 0, done.stderr
@@ -39,8 +43,8 @@ def same(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def of_one_device() -> list[tuple[float, float]]:
-    return losses("custom_training_loop.py", "--strategy", "one", "--replicas", "1")
+def of_one_device(start: Start) -> list[tuple[float, float]]:
+    return losses(start, "custom_training_loop.py", "--strategy", "one", "--replicas", "1")
 
 
 def test_it_learns(of_one_device: list[tuple[float, float]]) -> None:
@@ -53,13 +57,13 @@ def test_it_learns(of_one_device: list[tuple[float, float]]) -> None:
     ("script", "strategy"), [("custom_training_loop.py", "central"), ("pure_jax.py", "mirrored")]
 )
 def test_four_replicas_learn_what_one_device_learns(
-    script: str, strategy: str, of_one_device: list[tuple[float, float]]
+    start: Start, script: str, strategy: str, of_one_device: list[tuple[float, float]]
 ) -> None:
-    assert same(losses(script, "--strategy", strategy, "--replicas", "4"), of_one_device)
+    assert same(losses(start, script, "--strategy", strategy, "--replicas", "4"), of_one_device)
 
 
 @pytest.mark.soak  # tests/parallel has such plans
-def test_plans_of_a_gpt() -> None:
+def test_plans_of_a_gpt(start: Start) -> None:
     done = start("gpt_plans.py", "--regime", "weights", "--devices", "2")
     assert done.returncode == 0, done.stderr
     for line in ("blocks/up is cut (None, 'x')", "blocks/down is cut ('x',)"):  # as Megatron has it
@@ -69,7 +73,7 @@ def test_plans_of_a_gpt() -> None:
 
 
 @pytest.mark.soak
-def test_plans_of_a_model_with_embeddings() -> None:
+def test_plans_of_a_model_with_embeddings(start: Start) -> None:
     done = start("embedding_plans.py", "--devices", "2")
     assert done.returncode == 0, done.stderr
     large, small = done.stdout.split("small tables")
@@ -80,7 +84,7 @@ def test_plans_of_a_model_with_embeddings() -> None:
     assert float(last) < float(first) / 4
 
 
-def test_an_mlp_in_two_modes() -> None:
+def test_an_mlp_in_two_modes(start: Start) -> None:
     """All modes are in the tests of `px.parallel`."""
     found = [
         re.findall(r"^epoch .*$", start("auto_parallel.py", "--mode", mode).stdout, re.MULTILINE)
@@ -90,48 +94,33 @@ def test_an_mlp_in_two_modes() -> None:
     assert found[0] == found[1]
 
 
-def test_replicas_must_divide_the_batch() -> None:
+def test_replicas_must_divide_the_batch(start: Start) -> None:
     done = start("custom_training_loop.py", "--replicas", "3")
     assert done.returncode == 2
     assert "--replicas" in done.stderr
 
 
-def test_workers_learn_what_one_process_learns() -> None:
-    def epochs(*command: str) -> list[str]:
-        script = str(EXAMPLES / "multi_worker.py")
-        done = subprocess.run(
-            [sys.executable, "-m", *command, script] if command else [sys.executable, script],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+def test_workers_learn_what_one_process_learns(start: Start, tmp_path: Path) -> None:
+    def epochs(done: subprocess.CompletedProcess[str]) -> list[str]:
         assert done.returncode == 0, done.stderr
         return re.findall(r"epoch \d+: loss [\d.]+", done.stdout)
 
-    alone = epochs()
+    alone = epochs(start("multi_worker.py"))
     assert len(alone) == 4
-    assert epochs("phalanx", "run", "-n", "2") == alone
+    assert epochs(launch(tmp_path, "multi_worker.py", workers=2)) == alone
 
 
-def launch(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", "--timeout", "200", *words],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def launch(
+    tmp_path: Path, script: str, *words: str, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    done = run_script(EXAMPLES / script, *words, folder=tmp_path, env=AS_USERS, **settings)
     assert done.returncode == 0, done.stderr
     return done
 
 
 def test_parameter_servers_count_each_step_once(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "parameter_server.py")
-    done = launch(
-        tmp_path, "-n", "2", "--ps", "2", "--restarts", "1", script, "--steps", "200", "--kill"
-    )
+    words = ["--steps", "200", "--kill"]
+    done = launch(tmp_path, "parameter_server.py", *words, workers=2, ps=2, restarts=1)
     assert "[chief 0] 200 of 200 steps counted\n" in done.stdout
     (loss,) = re.findall(r"step 200: loss ([\d.]+)", done.stdout)
     assert float(loss) < 0.1
@@ -139,16 +128,14 @@ def test_parameter_servers_count_each_step_once(tmp_path: Path) -> None:
 
 @pytest.mark.soak  # tests/strategies has such jobs
 def test_workers_share_variables_without_a_coordinator(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "parameter_server_workers.py")
-    done = launch(tmp_path, "-n", "2", "--ps", "1", "--no-chief", script)
+    done = launch(tmp_path, "parameter_server_workers.py", workers=2, ps=1, chief=False)
     assert "weights [ 1. -2.  3.], bias 4.0" in done.stdout
     assert ", 300 steps of all workers" in done.stdout  # no update of a worker is lost
 
 
 def test_an_embedding_on_servers_learns_and_is_evaluated(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "embedding.py")
     small = ["--rows", "5000", "--width", "16", "--checkpoints", str(tmp_path / "saved")]
-    done = launch(tmp_path, "-n", "2", "--ps", "2", "--evaluator", script, *small)
+    done = launch(tmp_path, "embedding.py", *small, workers=2, ps=2, evaluator=True)
     losses = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
     assert losses == sorted(losses, reverse=True)
     assert "2 shards" in done.stdout
@@ -174,7 +161,7 @@ def test_a_training_survives_its_own_sabotage() -> None:
     assert [x for x in violations if "was complete before" not in x] == []  # the damage is its own
 
 
-def test_a_language_model_in_four_stages() -> None:
+def test_a_language_model_in_four_stages(start: Start) -> None:
     """All schedules are in the tests of pipelines."""
     done = start("pipeline.py", "--micro-batches", "5")
     assert done.returncode == 0, done.stderr

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.launching import run_script
 
 PROGRAM = """
 import os, signal, subprocess, sys, time
@@ -81,21 +80,7 @@ def test_a_commit_of_a_worker_that_dies_counts_on_all_servers_and_the_job_waits_
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    command = [sys.executable, "-m", "phalanx", "run", "-n", "1", "--ps", "2"]
-    done = subprocess.run(
-        [*command, "--restarts", "1", "--timeout", "150", str(script)],
-        env={
-            **os.environ,
-            "XDG_RUNTIME_DIR": str(tmp_path),
-            "XDG_STATE_HOME": str(tmp_path / "state"),
-            "JAX_PLATFORMS": "cpu",
-            "COLUMNS": "200",
-        },
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = run_script(script, folder=tmp_path, ps=2, restarts=1, env={"COLUMNS": "200"})
     assert done.returncode == 0, done.stderr
     assert re.search("worker 0 +trains +on its own", done.stdout), done.stdout
     assert "[chief 0] the chief is done\n" in done.stdout

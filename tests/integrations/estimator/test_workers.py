@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integrations.estimator.cases import input_fn, made
+from tests.launching import run_script
 
-ROOT = Path(__file__).parents[3]
 
-
-def run(tmp_path: Path, kind: str, *options: str) -> list[str]:
+def run(tmp_path: Path, kind: str, **tasks: Any) -> list[str]:
     program = Path(__file__).with_name("on_workers.py")
-    environment = {
-        "XDG_RUNTIME_DIR": str(tmp_path),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", *options, str(program), kind, str(tmp_path)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = run_script(program, kind, str(tmp_path), folder=tmp_path, evaluator=True, **tasks)
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines())
 
 
 def test_workers_together_and_an_evaluator(tmp_path: Path) -> None:
-    told = run(tmp_path, "synchronous", "-n", "2", "--evaluator")
+    told = run(tmp_path, "synchronous", workers=2)
     alone = made(tmp_path / "alone").train(input_fn, steps=7)
     at_seven = alone.evaluate(input_fn)["loss"]
     alone.train(input_fn, steps=1)
@@ -57,6 +42,6 @@ def test_workers_together_and_an_evaluator(tmp_path: Path) -> None:
 
 
 def test_a_chief_a_worker_a_parameter_server_and_an_evaluator(tmp_path: Path) -> None:
-    told = run(tmp_path, "asynchronous", "-n", "1", "--ps", "1", "--evaluator")
+    told = run(tmp_path, "asynchronous", ps=1)
     assert told == ["[chief 0] trained True", "[evaluator 0] evaluated True, True"]
     assert "global_step" in (tmp_path / "eval" / "evaluations.jsonl").read_text()

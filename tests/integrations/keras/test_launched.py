@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +12,17 @@ import numpy as np
 import pytest
 
 from tests.integrations.keras.cases import FIT, X, Y, classifier
+from tests.launching import run_script
 
-ROOT = Path(__file__).parents[3]
+PROGRAM = Path(__file__).with_name("launched.py")
 
 
-def run(folder: Path, options: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
     """What a job says that runs `launched.py`."""
-    environment = {
-        "XDG_RUNTIME_DIR": str(folder),
-        "XDG_STATE_HOME": str(folder / "state"),
-        "JAX_PLATFORMS": "cpu",
-        "KERAS_BACKEND": "jax",
-        "PHALANX_DEADLINE": "60",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    program = str(Path(__file__).with_name("launched.py"))
-    kind, *more = arguments
-    return subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", *options, program, kind, str(folder), *more],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    kind, *more = words
+    env = {"KERAS_BACKEND": "jax", "PHALANX_DEADLINE": "60"}
+    return run_script(
+        PROGRAM, kind, str(folder), *more, folder=folder, env=env, preload=["keras"], **settings
     )
 
 
@@ -63,7 +49,7 @@ def on_one_device(**more: Any) -> Any:
 
 
 def test_two_workers_of_two_devices(tmp_path: Path) -> None:
-    job = run(tmp_path, ["-n", "2", "--devices-per-worker", "2"], "together")
+    job = run(tmp_path, "together", workers=2, devices=2)
     assert job.returncode == 0, job.stderr
     one = on_one_device()
     for rank in (0, 1):
@@ -81,7 +67,7 @@ def test_two_workers_of_two_devices(tmp_path: Path) -> None:
 @pytest.mark.soak  # test_workers.py has it with processes that tests share
 @pytest.mark.parametrize("how", ["dies", "raises", "interrupted"])
 def test_a_worker_that_fails_is_named_and_weights_are_kept(tmp_path: Path, how: str) -> None:
-    job = run(tmp_path, ["-n", "2"], "together", how)
+    job = run(tmp_path, "together", how, workers=2)
     assert job.returncode != 0
     said = "\n".join(lines_of(job, "worker 0"))
     assert "kept: " in said, job.stderr
@@ -96,7 +82,7 @@ def test_a_worker_that_fails_is_named_and_weights_are_kept(tmp_path: Path, how: 
 
 @pytest.mark.soak  # test_parameter_servers.py has it in one process
 def test_parameter_servers(tmp_path: Path) -> None:
-    job = run(tmp_path, ["-n", "2", "--ps", "1"], "servers")
+    job = run(tmp_path, "servers", workers=2, ps=1)
     assert job.returncode == 0, job.stderr
     said = lines_of(job, "chief 0")
     assert said[-1] == "40 steps, better True"  # none is lost, none counts twice
@@ -111,7 +97,7 @@ def test_parameter_servers(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_worker_of_parameter_servers_may_die(tmp_path: Path) -> None:
-    job = run(tmp_path, ["-n", "2", "--ps", "1", "--restarts", "1"], "servers", "dies")
+    job = run(tmp_path, "servers", "dies", workers=2, ps=1, restarts=1)
     assert job.returncode == 0, job.stderr
     assert (tmp_path / "died").exists()
     steps, _, better = lines_of(job, "chief 0")[-1].partition(" steps, ")

@@ -44,7 +44,7 @@ class PlanNode:
     """Whether a node that moves elements also puts them into batches or takes them out."""
 
     starts_anew = False
-    """Whether what is below is kept, and must not depend on the pass in which it was read."""
+    """Whether the elements below are kept, and must not depend on the pass in which they were read."""
 
     probe_below = False
     """Whether the first element of the input can stand for the first element of this node."""
