@@ -55,7 +55,8 @@ def fastest_cuts(costs: CutCosts, made: PipelineSchedule, budget: float) -> list
         made: the schedule.
         budget: the bytes that each device may hold.
     """
-    best, found = float("inf"), []
+    best = float("inf")
+    found: list[tuple[int, ...]] = []
     for numbers in _batches(len(costs.cuts), made.positions - 1):
         seconds = _latencies(costs, made, numbers)
         seconds[~_fit(costs, made, numbers, budget)] = np.inf
