@@ -48,7 +48,7 @@ def isend(
     if call is None:
         return None
     world, topic = groups.world(), _topic(call, tag)
-    data = np.array(x) if read is None else None
+    data = x if read is not None else np.array(x)
     about = {"dtype": jnp.dtype(x.dtype).name, "shape": list(x.shape), "site": call.site}
 
     assert world.mailbox is not None
@@ -63,7 +63,7 @@ def isend(
         try:
             with status.keeping(id(wait)):
                 world.check()
-                content = read(x) if read is not None else data
+                content = data if read is None else read(data)
                 with wait:
                     mailbox.post(dst, topic, about, content.reshape(-1).view(np.uint8))
         except Exception as error:

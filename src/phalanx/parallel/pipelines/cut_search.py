@@ -115,7 +115,10 @@ def best_cuts(
             the dynamic program proposes some, and each is improved by moving one cut at a time.
     """
     if comb(len(costs.cuts), made.positions - 1) <= most:
-        known = CutCosts(costs.cuts, *costs.kinds(), costs.transfers, costs.kept, costs.parameters)
+        forward, input, weight = costs.kinds()
+        known = CutCosts(
+            costs.cuts, forward, input, weight, costs.transfers, costs.kept, costs.parameters
+        )
         every = fastest_cuts(known, made, budget * (1 + 1e-12))
         return min((candidate(costs, made, cuts) for cuts in every), key=_rank, default=None)
     start = [candidate(costs, made, cuts) for cuts in _promising(costs, made, budget)]
