@@ -4,7 +4,8 @@
 workers and servers as processes of this machine, lets them take turns round by round, and writes
 tables to ``benchmarks/results/parameter_server.md``: both libraries, what delivery, staleness, backup
 workers and durability cost, where the time goes, and what Ray costs. It takes about eight minutes on
-two quiet processors, and less with fewer ``--rounds``; ``--quick`` takes two.
+two quiet processors, and less with fewer ``--rounds``; ``--quick`` takes two. ``--only sparse``
+compares the libraries in some cases alone, and prints that without writing it.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def compared(results: Mapping[int, Rates]) -> str:
     """The table of both libraries."""
     rows = [["workers", "", "Phalanx, per second", "TensorFlow, per second", "ratio", "budget"]]
     for workers, rates in results.items():
-        for case, what in CASES.items():
+        for case, what in _measured_cases(rates).items():
             these, those = ([x.rate for x in rates[v.key, case]] for v in (OURS, PEER))
             found = ratios(these, those)
             is_met = statistics.median(found) >= BUDGETS[case]
@@ -165,13 +166,23 @@ def spent(results: Mapping[int, Rates]) -> str:
     """The table of processor time."""
     rows = [["workers", "", "library", "coordinator", "workers' time", "servers' time", "all"]]
     for workers, rates in results.items():
-        for case, what in CASES.items():
+        for case, what in _measured_cases(rates).items():
             for variant in (OURS, PEER):
                 taken = [x.processors for x in rates[variant.key, case]]
                 times = [statistics.median(x.get(job, 0.0) for x in taken) for job in JOBS]
                 numbers = [f"{x:,.0f}" for x in (*times, sum(times))]
                 rows.append([str(workers), what, variant.name, *numbers])
     return markdown_table(rows)
+
+
+def _measured_cases(rates: Rates) -> dict[str, str]:
+    return {case: what for case, what in CASES.items() if (OURS.key, case) in rates}
+
+
+def comparison(workers: Sequence[int], servers: int, rounds: int, cases: Sequence[str]) -> str:
+    """Both libraries in some cases."""
+    results = {n: measured([OURS, PEER], n, servers, rounds, [], cases) for n in workers}
+    return f"{compared(results)}\n\n{spent(results)}"
 
 
 # -- Ray ---------------------------------------------------------------------------------------------
@@ -275,12 +286,14 @@ def main() -> int:
     parser = harness.options_parser("Compare coordinators of parameter servers.", 5)
     parser.add_argument("--workers", type=harness.positive, nargs="+", default=[1, 2, 4])
     parser.add_argument("--servers", type=harness.positive, default=2)
+    parser.add_argument("--only", nargs="+", choices=CASES, help="cases to compare, and nothing else")
     options = harness.parse(parser)
+    chosen = options.workers, options.servers, options.rounds
 
     def measure() -> str:
-        return report(options.workers, options.servers, options.rounds)
+        return comparison(*chosen, options.only) if options.only else report(*chosen)
 
-    return harness.finish("parameter_server.md", measure, keep=not options.quick)
+    return harness.finish("parameter_server.md", measure, keep=not (options.quick or options.only))
 
 
 if __name__ == "__main__":

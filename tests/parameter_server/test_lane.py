@@ -131,3 +131,32 @@ def test_without_a_lane_they_take_the_connection(monkeypatch: pytest.MonkeyPatch
     with running(2) as pair:
         lanes, _ = push_all(pair)
         assert lanes == [None, None]
+
+
+def test_the_place_of_a_request_is_used_again_once_it_is_answered() -> None:
+    with running(1) as single, connections(single) as servers:
+        servers.create(BIG, np.zeros(BIG.shape, np.float32))
+        for closure in range(5):
+            servers.push(Token(closure), [Update(BIG, "assign_add", np.ones(BIG.shape, np.float32))])
+        lane = servers._links[0]._lane
+        assert (lane._given, lane._used) == (BIG.nbytes, 0)
+
+
+def test_an_answer_after_a_loss_gives_back_nothing_of_the_next_lane() -> None:
+    with running(1) as single, connections(single) as servers:
+        servers.create(BIG, np.zeros(BIG.shape, np.float32))
+        ones = Update(BIG, "assign_add", np.ones(BIG.shape, np.float32))
+        done: list[Commit] = []
+        link = servers._links[0]
+        servers.push_later(Token(1), [ones], b"", done.append)
+        first = link._lane
+        link._lose()
+        servers.collect(wait=True)
+        servers.push_later(Token(2), [ones], b"", done.append)
+        second = link._lane
+        assert second is not first
+        assert second._used == 1
+        servers.collect(wait=True)
+        assert second._used == 0
+        assert done == [Commit(True)] * 2
+        assert (servers.pull([Read(BIG)])[0] == 2).all()

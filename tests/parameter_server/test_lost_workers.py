@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.parameter_server.client import ServerConnections
 from phalanx.parameter_server.requests import Commit, Token
-from phalanx.parameter_server.server_link import ServerLink, ServerRequest
+from phalanx.parameter_server.server_link import ServerLink
 from phalanx.parameter_server.store import Store, Trace
 from tests.parameter_server.running import RunningServer, add, connections, running, value_of, variable
 
@@ -35,7 +35,7 @@ class Mortal:
             if self.left == 0:
                 self.left = -1
                 if method.__name__ == "ask":
-                    args[0].pending.append(ServerRequest(*args[1:]))  # it is late
+                    args[0].pending.append(args[1:3])  # it is late
                 raise Death
             self.left -= self.left > 0
             return method(*args, **options)

@@ -133,6 +133,32 @@ def test_indices_of_any_dtype(dtype: str) -> None:
     assert [part.mine.tolist() for part in parts if part.mine is not None] == [[1], [3], [0]]
 
 
+def test_indices_that_are_written_to_are_divided_again() -> None:
+    indices = np.array([0, 4, 6])
+    view = indices.view()
+    view.setflags(write=False)  # still what the user's array is
+    for array in (indices, view):
+        indices[:] = 0, 4, 6
+        assert [part.rows.tolist() for part in split_rows(array, (3, 7))] == [[0], [1, 3]]
+        indices[:] = 2, 3, 1
+        assert [part.rows.tolist() for part in split_rows(array, (3, 7))] == [[2, 1], [0]]
+
+
+def test_constants_of_a_program_are_those_of_its_trace() -> None:
+    job = Job(2, px.partitioners.FixedShardsPartitioner(2))
+    table = job.variable(jnp.zeros((6, 1)))
+    ids = np.array([1, 4])
+
+    @px.function
+    def step() -> None:
+        table.scatter_add(px.IndexedSlices(jnp.ones((2, 1)), ids))
+
+    job.run(step)
+    ids[:] = 0, 5
+    job.run(step)
+    assert np.asarray(table.whole()).ravel().tolist() == [0, 2, 0, 0, 2, 0]
+
+
 def test_own_writes_are_seen_in_a_closure() -> None:
     job, v = sharded()
 

@@ -60,6 +60,11 @@ class ShardSlices(IndexedSlices):
         mine = use.where(self.whole < 0, self.whole + ends[-1], self.whole) - self.shard.first
         return use.where(mine < 0, ends[i] - self.shard.first, mine)
 
+    def shares_with(self, other: ShardSlices) -> bool:
+        """Whether another shard of the same table is to have its part of the same slices."""
+        is_same = self.values is other.values and self.whole is other.whole
+        return is_same and self.shard.ends == other.shard.ends
+
     def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
         """The arrays, for JAX."""
         return (self.values, self.whole), self.shard
@@ -100,11 +105,19 @@ def split_rows(indices: Array, ends: tuple[int, ...]) -> Sequence[ShardRows]:
         if len(_recent) > _MOST_TABLES:
             _recent.popitem(last=False)
     for known, parts in tuple(recent):
-        if len(known) == len(indices) and np.logical_and.reduce(known == indices):
+        if known is indices:
             return parts
-    parts = _split(indices, ends)
-    recent.appendleft((indices.copy(), parts))
-    return parts
+    found = next((parts for known, parts in tuple(recent) if _are_equal(known, indices)), None)
+    memory: Any = indices.base
+    is_fixed = isinstance(memory, bytes)  # as that of constants of programs is: nothing changes it
+    if found is None or is_fixed:
+        found = found or _split(indices, ends)
+        recent.appendleft((indices if is_fixed else indices.copy(), found))
+    return found
+
+
+def _are_equal(known: Array, indices: Array) -> bool:
+    return len(known) == len(indices) and bool(np.logical_and.reduce(known == indices))
 
 
 _MOST_RECENT = 4

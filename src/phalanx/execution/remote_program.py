@@ -316,7 +316,7 @@ class _Part:
         self._constants: list[Any] = []
         if not is_spread:
             known = {id(x): where[i] for x, i in zip(jaxpr.invars, needed, strict=True)}
-            self._constants = list(part.consts)
+            self._constants = [_frozen(x) for x in part.consts]
             known |= {id(x): (_CONSTANTS, k) for k, x in enumerate(jaxpr.constvars)}
         first: dict[int, int] = {}
         self._results: list[tuple[int, int]] = []  # where each of them is found
@@ -381,6 +381,11 @@ class _Part:
 def _kept(x: Any) -> Any:
     """An array that stays as it is, also if it was given by the user and is written to later."""
     return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x
+
+
+def _frozen(x: Any) -> Any:
+    """A constant as the program knows it, whatever is written to the user's array later."""
+    return np.ndarray(x.shape, x.dtype, x.tobytes()) if isinstance(x, np.ndarray) else x
 
 
 _CONSTANTS, _COMPUTED = 4, 5  # among what a part has, after what it was given

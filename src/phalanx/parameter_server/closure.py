@@ -99,25 +99,38 @@ def current_closure() -> Closure | None:
 
 def updates_of(changed: Mapping[Any, Pending]) -> list[Update]:
     """What servers must do to the variables."""
-    return [
-        _update(variable, change) for variable, state in changed.items() for change in state.changes
-    ]
+    last: ShardSlices | None = None
+    shared: tuple[Any, Any] = None, None  # what the shards of a table have in common
+    updates = []
+    for variable, state in changed.items():
+        for change in state.changes:
+            operand = change.operand
+            if isinstance(operand, ShardSlices):
+                if last is None or not last.shares_with(operand):
+                    last = operand
+                    parts = split_rows(np.asarray(operand.whole), operand.shard.ends)
+                    shared = np.asarray(operand.values), parts
+                updates.append(_update(variable, change, *shared))
+            else:
+                updates.append(_update(variable, change))
+    return updates
 
 
-def _update(variable: Any, change: Change) -> Update:
+def _values(variable: Any, given: Any) -> Any:
+    values = np.asarray(given)
+    return values if values.dtype == variable.dtype else values.astype(variable.dtype)
+
+
+def _update(variable: Any, change: Change, values: Any = None, parts: Any = None) -> Update:
+    """What a server must do; of slices of a whole table also their values, and the rows of shards."""
     method, operand, optimizer = change
-    if not isinstance(operand, IndexedSlices):
-        values = np.asarray(operand)
-        if values.dtype != variable.dtype:
-            values = values.astype(variable.dtype)
-        return Update(variable.definition, method, values, None, optimizer)
-    values = np.asarray(operand.values)
-    if values.dtype != variable.dtype:
-        values = values.astype(variable.dtype)
-    if isinstance(operand, ShardSlices):
-        ends, i = operand.shard
-        exist, indices = split_rows(np.asarray(operand.whole), ends)[i]
-    else:
+    if parts is not None:
+        values = _values(variable, values)
+        exist, indices = parts[operand.shard.number]
+    elif isinstance(operand, IndexedSlices):
+        values = _values(variable, operand.values)
         indices, exist = existing_rows(np.asarray(operand.indices), variable.shape[0])
+    else:
+        return Update(variable.definition, method, _values(variable, operand), None, optimizer)
     values = values if exist is None else values.take(exist, axis=0)
     return Update(variable.definition, method, values, indices, optimizer)

@@ -7,7 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from phalanx.errors import (
@@ -22,7 +22,7 @@ from phalanx.net.stream import Stream
 from phalanx.parameter_server import wire
 from phalanx.parameter_server.buffers import BufferPool
 from phalanx.parameter_server.landing import Landing, Room
-from phalanx.parameter_server.lane import Lane
+from phalanx.parameter_server.lane import Lane, Placed
 from phalanx.parameter_server.service import PURPOSE
 from phalanx.parameter_server.shared_memory import SharedMemory, offer
 from phalanx.parameter_server.wire import LIMITS, Kind
@@ -40,13 +40,8 @@ _LARGEST_NUMBER = 0xFFFFFFFF
 M = TypeVar("M", bound=SharedMemory)
 
 
-@dataclass(eq=False, slots=True)
-class ServerRequest:
-    """What was asked of a server; kept until there is an answer."""
-
-    buffers: list[Any]
-    then: Callable[[Any], None]
-    mark: int = 0  # of the lane, if the request has used it
+Request = tuple[list[Any], Callable[[Any], None]]
+"""What was asked of a server, kept until there is an answer, and who gets that."""
 
 
 class Refusal(Exception):
@@ -80,7 +75,7 @@ class ServerLink:
         self._landing: Landing | None = None
         self._may_have_lane = self._may_have_landing = True
         self._number = 0
-        self.pending: deque[ServerRequest] = deque()
+        self.pending: deque[Request] = deque()
         """Requests without an answer."""
         self._held: list[list[Any]] = []  # the last of them, which have not been sent
         self._counts: deque[int] = deque()  # how many of them each message has that was sent
@@ -95,15 +90,15 @@ class ServerLink:
 
     def ask(self, buffers: list[Any], then: Callable[[Any], None], *, hold: bool = False) -> None:
         """Send a request, now or with the next one; `then` gets the buffers of its answer."""
-        request = ServerRequest(buffers, then)
+        sent = buffers
         if sum(map(len, buffers)) >= _LARGE:
-            buffers = self._laned(request)
+            sent, then = self._laned(buffers, then)
             hold = False  # the server may begin
-        self.pending.append(request)
+        self.pending.append((buffers, then))
         if self._stream is None:
             self._reach()
             return
-        self._held.append(buffers)
+        self._held.append(sent)
         if not hold or len(self._held) >= _MOST_HELD:
             self.flush()
 
@@ -168,38 +163,43 @@ class ServerLink:
 
     def _take(self, message: Message) -> None:
         """Give the answers of a message to those who have asked."""
-        count = self._counts.popleft()
-        answers = [message.buffers] if count == 1 else wire.read_several(message.buffers)
-        requests = [self.pending.popleft() for _ in answers]
-        if self._lane is not None:
-            for request in requests:
-                if request.mark:
-                    self._lane.release(request.mark)
+        count, pending = self._counts.popleft(), self.pending
+        if count == 1:
+            pending.popleft()[1](message.buffers)
+            return
+        answers = wire.read_several(message.buffers)
+        takers = [pending.popleft()[1] for _ in range(count)]
         failure: Exception | None = None
-        for request, answer in zip(requests, answers, strict=True):
+        for then, answer in zip(takers, answers, strict=True):
             try:
-                request.then(answer)
+                then(answer)
             except Exception as error:  # noqa: BLE001 - the others must hear of theirs
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def _laned(self, request: ServerRequest) -> list[Any]:
-        """What to send of a large request: where its arrays are, if the server can look there."""
+    def _laned(self, buffers: list[Any], then: Callable[[Any], None]) -> Request:
+        """What to send of a large request: where its arrays are, if the server can look there.
+
+        Also who gets the answer, which gives the room back.
+        """
         if self._lane is None and self._may_have_lane:
             self._may_have_lane = False
             self._lane = self._offered(Lane, {})
         lane = self._lane
-        if lane is None or not lane.fits(request.buffers):
-            return request.buffers
-        while (placed := lane.place(request.buffers)) is None:
+        if lane is None or not lane.fits(buffers):
+            return buffers, then
+        while self.pending and self.poll():  # places that come back are in the caches of the processors
+            pass
+        if self._lane is not lane:  # of a connection that was lost
+            return buffers, then
+        while (placed := lane.place(buffers)) is None:
             if not self.pending:
-                return request.buffers
+                return buffers, then
             self.answer()
-            if self._lane is not lane:  # of a connection that was lost
-                return request.buffers
-        buffers, request.mark = placed
-        return buffers
+            if self._lane is not lane:
+                return buffers, then
+        return placed[0], partial(_release, lane, placed[1], then)
 
     def room(self, size: int) -> Room | None:
         """Where the server can write a value of so many bytes, if it can."""
@@ -243,8 +243,6 @@ class ServerLink:
         self._lane = self._landing = None  # as many as there are connections
         self._may_have_lane = self._may_have_landing = True
         self._held = []
-        for request in self.pending:
-            request.mark = 0
         if stream is not None:
             self.bytes_in += stream.bytes_in
             self.bytes_out += stream.bytes_out
@@ -257,8 +255,8 @@ class ServerLink:
             left = max(0.1, start + self._timeout - time.monotonic())
             try:
                 stream = self._greet(min(left, _TRY))
-                for request in self.pending:
-                    stream.send(request.buffers, self._next_number(), left)
+                for buffers, _ in self.pending:
+                    stream.send(buffers, self._next_number(), left)
                 self._counts = deque([1] * len(self.pending))
             except Refusal as refusal:
                 raise refusal.error from None
@@ -301,6 +299,12 @@ class ServerLink:
             f"The parameter server, ps task {self.index}, at {self.address} has not answered for "
             f"{self._timeout:g} seconds. Its process may be stopped. Received: {self.address}"
         )
+
+
+def _release(lane: Lane, placed: Placed, then: Callable[[Any], None], answer: Any) -> None:
+    """An answer has come: the room of its request may be used again, also in a lane that was lost."""
+    lane.release(placed)
+    then(answer)
 
 
 def greeted(

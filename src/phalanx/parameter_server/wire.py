@@ -202,10 +202,12 @@ def _counts(count: int) -> struct.Struct:
 
 def read_several(buffers: Buffers) -> list[Buffers]:
     """The requests, or answers, of a message."""
+    head = buffers[0]
     found, at = [], 1
-    for (count,) in _unpacked(_COUNT, buffers[0], 1):
-        found.append(buffers[at : at + count])
-        at += count
+    if len(head) % _COUNT.size == 1:
+        for count in _counts(len(head) // _COUNT.size).unpack(head)[1:]:
+            found.append(buffers[at : at + count])
+            at += count
     if at != len(buffers) or not all(found):
         raise ProtocolError("A peer sent several requests that do not fit their message.")
     return found
