@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import phalanx as px
+from phalanx.job.hub.worker_status import PeerWait, WorkerStatus
 
 ONE = np.float32([1])
 
@@ -210,3 +211,17 @@ def test_a_send_to_a_frozen_rank_has_a_deadline() -> None:
     assert "in send to rank 1 at " in text
     assert "Late: worker 1" in text
     assert "phalanx: worker 0 waits for worker 1 at " in shown
+
+
+def test_a_worker_that_owes_a_message_proves_no_deadlock() -> None:
+    status = WorkerStatus()
+    wait = PeerWait(status, "recv", "here", lambda: [1])
+    with wait, wait.blocking():
+        began = wait.since
+        assert wait.report(began, is_single=True)["blocks"]
+        status.promised[7] = "send to rank 1"
+        assert not wait.report(began, is_single=True)["blocks"]
+        with status.keeping(7):
+            pass
+        assert wait.report(began, is_single=True)["blocks"]
+        assert wait.since == status.kept > began  # the receiver has a while to go on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait as wait_for_futures
 from contextlib import contextmanager
 from typing import Any
@@ -27,25 +27,45 @@ from phalanx.runtime.futures import settle
 _LARGEST_TAG = 1 << 63
 
 
-def isend(x: Any, dst: int, group: Group | str | None, tag: int) -> Handle | None:
-    """Send an array to another worker without waiting; it may be changed afterwards."""
+def isend(
+    x: Any,
+    dst: int,
+    group: Group | str | None,
+    tag: int,
+    read: Callable[[Any], np.ndarray[Any, Any]] | None = None,
+) -> Handle | None:
+    """Send an array to another worker without waiting; it may be changed afterwards.
+
+    Args:
+        x: the array.
+        dst: who gets it.
+        group: of both workers.
+        tag: what the receiver asks for.
+        read: waits until the array is computed, in the thread that sends, and returns it as it is on
+            the host. The array must not be changed, nor its memory be given away, before it is sent.
+    """
     call = _begin("send", group, tag, dst, "dst", x)
     if call is None:
         return None
     world, topic = groups.world(), _topic(call, tag)
-    data = np.array(x)
+    data = x if read is not None else np.array(x)
     about = {"dtype": jnp.dtype(x.dtype).name, "shape": list(x.shape), "site": call.site}
 
     assert world.mailbox is not None
     mailbox = world.mailbox
     wait = PeerWait(world.status, f"send to rank {dst}", call.site, lambda: [dst])
     wait.moved = lambda: mailbox.moved.get(dst, 0.0)
+    status = world.status
+    if read is not None:
+        status.promised[id(wait)] = wait.what
 
     def run() -> None:
         try:
-            world.check()
-            with wait:
-                mailbox.post(dst, topic, about, data.reshape(-1).view(np.uint8))
+            with status.keeping(id(wait)):
+                world.check()
+                content = data if read is None else read(data)
+                with wait:
+                    mailbox.post(dst, topic, about, content.reshape(-1).view(np.uint8))
         except Exception as error:
             cause = world.explain(error, Notice(wait.what, call.site))
             cause.add_note(f"In send, launched at {call.site}.")
@@ -102,7 +122,11 @@ def irecv(template: Any, src: int | None, group: Group | str | None, tag: int) -
         data = message.data.view(dtype).reshape(shape)
         return data if isinstance(template, np.ndarray) else jnp.asarray(data)
 
-    came.add_done_callback(lambda _: world.queue(("receive",)).submit(lambda: settle(future, taken)))
+    if came.done():  # it was here before it was asked for
+        settle(future, taken)
+    else:
+        queue = world.queue(("receive",))
+        came.add_done_callback(lambda _: queue.submit(lambda: settle(future, taken)))
     end = time.monotonic() + worker_deadline()
     others = [r for r in call.group.ranks if r != world.rank] if src is None else [src]
 

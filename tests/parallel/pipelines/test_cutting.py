@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from tests.parallel import gpt
 from tests.parallel.pipelines import models
 from tests.parallel.pipelines.test_pipelining import DEVICES, assert_close
 
@@ -108,6 +109,62 @@ def test_the_best_cut_is_that_of_all(
     assert all_of_them.seconds == best
     assert proposed is not None
     assert proposed.seconds <= best * 1.2
+
+
+def uneven(params: Any, x: Any, target: Any) -> Any:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - target) ** 2)
+
+
+def uneven_arguments(layers: int) -> tuple[Any, Any]:
+    widths = [64, 256, 32, 128, 128, 16, 64, 192, 64][: layers + 1]
+    params = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwise(widths)]
+    return params, tuple(jax.ShapeDtypeStruct((256, n), "float32") for n in (64, widths[-1]))
+
+
+def small_gpt() -> tuple[Any, Any, Any]:
+    params, *batch = gpt.arguments(blocks=2, width=32, vocabulary=64, batch=16, length=8)
+    return gpt.loss_of(2), params, tuple(batch)
+
+
+def best_of_all(function: Any, params: Any, batch: Any, plan: Any, name: str) -> float:
+    """The least latency of all cuts, each timed by itself."""
+    count = plan.pipeline.micro_batches
+    made = schedule(name, plan.pipeline.stages, count)
+    micro = tuple(jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype) for x in batch)
+    flat = flattened(function, params, micro)
+    known = stage_costs(flat, plan, searched_hardware("CPU"), 2.0)
+    every = itertools.combinations(known.cuts, made.positions - 1)
+    return min(candidate(known, made, cuts).seconds for cuts in every)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "stages"),
+    [("mlp", "1f1b", 4), ("mlp", "interleaved", 2), ("gpt", "zero_bubble_v", 2), ("gpt", "gpipe", 2)],
+)
+def test_models_are_cut_where_it_is_best_of_all(model: str, name: str, stages: int) -> None:
+    function, params, batch = (uneven, *uneven_arguments(8)) if model == "mlp" else small_gpt()
+    plan = search_pipeline(
+        function, params, batch, stages, "CPU", micro_batches=8, stages=stages, schedules=[name]
+    )
+    assert plan.pipeline is not None
+    assert plan.pipeline.seconds == best_of_all(function, params, batch, plan, name)
+
+
+def test_stages_and_schedules_are_the_best_of_all() -> None:
+    params, batch = uneven_arguments(4)
+
+    def plan(stages: Any, names: Any) -> Any:
+        given = {"micro_batches": 4, "stages": stages, "schedules": names}
+        return search_pipeline(uneven, params, batch, 2, "CPU", **given)
+
+    names = ["1f1b", "gpipe", "interleaved"]
+    best, *every = plan(None, names), plan(1, ["1f1b"]), *(plan(2, [name]) for name in names)
+    for found in every:
+        name = found.pipeline.schedule
+        assert found.pipeline.seconds == best_of_all(uneven, params, batch, found, name)
+    assert best.pipeline.seconds == min(found.pipeline.seconds for found in every)
 
 
 def test_memory_moves_cuts_and_is_never_exceeded() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import statistics
-import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,13 +74,9 @@ FULL = [
 ]
 
 
-def check_cross(name: str, stages: int, micro_batches: int, chunks: int) -> None:
-    parts = stages * chunks
-    model = models.language(parts) if parts > 2 else models.equal(parts)
-    pipe = piped(model, stages, name, micro_batches, chunks=chunks)
-    assert_like_whole(model, pipe, 8)
-    filled = 8 % -(-8 // micro_batches) == 0 and -(-8 // -(-8 // micro_batches)) == micro_batches
-    if filled:  # no micro batch is empty
+def assert_peak(pipe: Pipelined) -> None:
+    each = -(-8 // pipe.schedule.micro_batches)
+    if -(-8 // each) == pipe.schedule.micro_batches:  # no micro batch of 8 rows is empty
         assert pipe.peak_live == pipe.schedule.peak_live
 
 
@@ -88,36 +84,67 @@ def check_cross(name: str, stages: int, micro_batches: int, chunks: int) -> None
 def test_gradients_are_those_of_the_whole_model(
     name: str, stages: int, micro_batches: int, chunks: int
 ) -> None:
-    check_cross(name, stages, micro_batches, chunks)
+    parts = stages * chunks
+    model = models.language(parts) if parts > 2 else models.equal(parts)
+    pipe = piped(model, stages, name, micro_batches, chunks=chunks)
+    assert_like_whole(model, pipe, 8)
+    assert_peak(pipe)
+
+
+@functools.cache
+def whole_steps(kind: str, parts: int) -> tuple[Model, Any, list[float], Any]:
+    """A model, its first gradients on one device, its losses in 20 steps, and its last parameters."""
+    model = KINDS[kind](parts)
+    transform = optax.adam(1e-2)
+    params, state = model.params, transform.init(model.params)
+
+    @jax.jit
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(model.whole)(params, *batch)
+        updates, state = transform.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    gradients, losses = jax.jit(jax.grad(model.whole))(params, *model.batch(8)), []
+    for i in range(20):
+        params, state, value = step(params, state, *model.batch(8 - i % 2))
+        losses.append(float(value))
+    return model, gradients, losses, params
+
+
+@functools.cache
+def programs(kind: str, stages: int, chunks: int, placement: Any, splits: bool) -> dict[str, Any]:
+    """The programs of chunks and of updates, which all schedules with the same places have alike."""
+    return {}
+
+
+KINDS: dict[str, Callable[[int], Model]] = {
+    "equal": models.equal,
+    "tied": models.language,
+    "heterogeneous": lambda parts: models.language(parts, tied=False),
+}
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "chunks"), FULL)
 def test_twenty_steps_are_those_of_the_whole_model_in_all_cases(
-    name: str, stages: int, micro_batches: int, chunks: int
+    name: str, stages: int, micro_batches: int, chunks: int, kind: str
 ) -> None:
-    check_cross(name, stages, micro_batches, chunks)
-    parts = stages * chunks
-    for model in (models.language(parts), models.language(parts, tied=False)):
-        pipe = piped(model, stages, name, micro_batches, chunks=chunks)
-        transform = optax.adam(1e-2)
-        optimizer = pipe.optimizer(transform, donate=True)
-        params, whole = pipe.place(jax.tree.map(np.asarray, model.params)), model.params
-        state, whole_state = optimizer.init(params), transform.init(model.params)
-
-        @jax.jit
-        def step(params: Any, state: Any, *batch: Any, model: Any = model) -> Any:
-            value, gradients = jax.value_and_grad(model.whole)(params, *batch)
-            updates, state = transform.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state, value
-
-        for i in range(20):
-            batch = model.batch(8 - i % 2)
-            value, gradients = pipe.value_and_grad(params, *batch)
-            params, state = optimizer.update(gradients, state, params)
-            whole, whole_state, expected = step(whole, whole_state, *batch)
-            np.testing.assert_allclose(value, expected, rtol=1e-4)
-        assert_close(params, whole, 1e-3)
+    model, wanted, losses, whole = whole_steps(kind, stages * chunks)
+    pipe = piped(model, stages, name, micro_batches, chunks=chunks)
+    made = programs(kind, stages, chunks, pipe.schedule.placement, pipe.schedule.splits_backward)
+    pipe._maker.made = made.setdefault("chunks", pipe._maker.made)
+    optimizer = made.setdefault("optimizer", pipe.optimizer(optax.adam(1e-2), donate=True))
+    params = pipe.place(jax.tree.map(np.asarray, model.params))
+    state = optimizer.init(params)
+    for i, expected in enumerate(losses):
+        value, gradients = pipe.value_and_grad(params, *model.batch(8 - i % 2))
+        if i == 0:
+            assert_close(gradients, wanted)
+            assert_peak(pipe)
+        params, state = optimizer.update(gradients, state, params)
+        np.testing.assert_allclose(value, expected, rtol=1e-4)
+    assert_close(params, whole, 1e-3)
 
 
 @st.composite
@@ -338,86 +365,6 @@ def test_predictions_keep_the_order_of_examples() -> None:
     assert [{d.id for d in copy.devices()} for copy in copies] == [{0}, {1}]
     with pytest.raises(InvalidValueError, match="Give the loss apart"):
         piped(models.language(3), 3, "1f1b", 2).predict(params, x)
-
-
-def waiting_pipe(name: str, stages: int, chunks: int, micro_batches: int, seconds: float) -> Any:
-    """Stages that wait stand for stages that compute, because the machine may have few cores."""
-    clock = threading.Event()
-
-    def slow(x: Any) -> Any:
-        def wait(y: Any) -> Any:
-            clock.wait(seconds)
-            return y
-
-        return jax.pure_callback(
-            wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
-        )
-
-    @jax.custom_vjp
-    def stage(w: Any, x: Any) -> Any:
-        return slow(x) * w
-
-    def forward(w: Any, x: Any) -> Any:
-        return stage(w, x), (w, x)
-
-    def backward(kept: Any, g: Any) -> Any:
-        w, x = kept
-        g = slow(slow(g))
-        return jnp.sum(g * x), g * w
-
-    stage.defvjp(forward, backward)
-    return pipeline(
-        [stage] * (stages * chunks),
-        name,
-        micro_batches,
-        loss=jnp.mean,
-        chunks=chunks,
-        devices=DEVICES[:stages],
-    )
-
-
-WAITING = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)]
-
-
-@pytest.mark.parametrize(("name", "chunks"), WAITING)
-def test_a_timeline_has_the_order_of_the_schedule(name: str, chunks: int) -> None:
-    stages, micro_batches = 2, 4
-    pipe = waiting_pipe(name, stages, chunks, micro_batches, seconds=0.001)
-    params = pipe.place([jnp.float32(1)] * (stages * chunks))
-    (value, _), timeline = pipe.recorded(params, np.ones((8, 2), "float32"))
-    assert float(value) == pytest.approx(1.0)
-    order = [[t.action for t in timeline.actions if t.stage == i] for i in range(stages)]
-    assert order == [list(row) for row in pipe.schedule.orders]
-    for i in range(stages):  # one after the other
-        spans = [(t.start, t.end) for t in timeline.actions if t.stage == i]
-        assert all(a[0] <= a[1] <= b[0] for a, b in itertools.pairwise(spans))
-    formula = (stages - 1) / (chunks * micro_batches + stages - 1)
-    assert pipe.schedule.bubble() == pytest.approx(formula)
-    busy = sum(t.end - t.start for t in timeline.actions)
-    assert timeline.bubble == pytest.approx(1 - busy / (stages * timeline.seconds))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("name", "chunks"), WAITING)
-def test_the_bubble_of_a_timeline_is_that_of_the_schedule(name: str, chunks: int) -> None:
-    """The median of what was measured: on a busy machine threads wake late now and then."""
-    stages, micro_batches = 2, 4
-    pipe = waiting_pipe(name, stages, chunks, micro_batches, seconds=0.02)
-    params = pipe.place([jnp.float32(1)] * (stages * chunks))
-    batch = np.ones((8, 2), "float32")
-    pipe.recorded(params, batch)  # compiles
-    bubbles = [pipe.recorded(params, batch)[1].bubble for _ in range(9)]
-    assert statistics.median(bubbles) == pytest.approx(pipe.schedule.bubble(), abs=0.04)
-
-
-def test_a_stage_that_fails_ends_a_recorded_step() -> None:
-    def fails(w: Any, x: Any) -> Any:
-        raise ZeroDivisionError("in stage 1")
-
-    pipe = pipeline([models.layer, fails], "1f1b", 2, loss=jnp.mean, devices=DEVICES[:2])
-    params = pipe.place([models.equal(1).params[0], jnp.ones(())])
-    with pytest.raises(ZeroDivisionError, match="in stage 1"):
-        pipe.recorded(params, np.ones((4, models.WIDTH), "float32"))
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,15 @@ def test_pictures_show_every_action() -> None:
     assert "stage 0: F0, 0 to 1" in names
 
 
+def test_pictures_stay_small_if_one_action_is_short() -> None:
+    made = schedule("gpipe", 2, 4)
+    equal, uneven = (
+        float(ET.fromstring(made.to_svg(costs)).attrib["width"])
+        for costs in (None, ActionCosts(forward=[1e-6, 1.0]))
+    )
+    assert uneven < 2 * equal
+
+
 def test_the_table_has_ticks() -> None:
     made = schedule("1f1b", 2, 2)
     assert made.table[0, 0] == action("F0")

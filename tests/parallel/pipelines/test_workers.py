@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,7 +156,87 @@ def test_twenty_steps_of_every_schedule_on_workers(workers: int) -> None:
         for name in SCHEDULES:
             chunks = 1 if name in ("gpipe", "1f1b", "seqpipe") else 2
             stages = 6 if workers == 3 else 4
-            check(cluster, workers, name, stages, 6, chunks, 20, 6)
+            check(cluster, workers, name, stages, 6, chunks, 20, rows=12)  # none is empty
+
+
+def overlapping() -> Any:
+    """Whether micro batch 0 left while this worker computed 1, and 1 was begun without waiting for 0.
+
+    The result of micro batch 0 is there after 1 was begun, and that of 1 after 0 was sent.
+    """
+    from phalanx.collectives import groups
+    from phalanx.parallel.pipelines.hosts import WorkerHosts
+    from phalanx.parallel.pipelines.pipelining import pipeline
+
+    px.comm.init()
+    begun, sent = threading.Event(), threading.Event()
+    came: dict[str, bool] = {}
+    calls: list[int] = []
+
+    class Late:
+        """An array that is there when micro batch 1 was begun."""
+
+        def __init__(self, x: Any) -> None:
+            self.x, self.shape, self.dtype = x, x.shape, x.dtype
+
+        def copy_to_host_async(self) -> None:
+            pass
+
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            came["1 was begun"] = begun.wait(60)
+            return np.asarray(self.x)
+
+    def wait(x: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            begun.set()
+            came["0 was sent"] = sent.wait(60)
+        return x
+
+    @jax.custom_jvp
+    def through(x: Any) -> Any:
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    through.defjvp(lambda xs, dots: (through(*xs), *dots))
+    mailbox, hand_over = groups.world().mailbox, WorkerHosts.hand_over
+    assert mailbox is not None
+    post = mailbox.post
+
+    def handed_over(hosts: Any, nest: Any, *where: Any) -> None:
+        hand_over(hosts, nest if calls[1:] else jax.tree.map(Late, nest), *where)
+
+    def posted(*args: Any) -> None:
+        post(*args)
+        if begun.is_set():
+            sent.set()
+
+    first = px.comm.get_rank() == 0
+    model = models.equal(2)
+    pipe = pipeline(
+        [lambda p, x: models.layer(p, through(x) if first else x), models.layer],
+        "gpipe",
+        2,
+        loss=model.loss,
+        devices=["CPU:0"],
+        workers=True,
+    )
+    if first:
+        WorkerHosts.hand_over = handed_over  # type: ignore[method-assign]
+        mailbox.post = posted  # type: ignore[method-assign]
+    try:
+        value, _ = pipe.value_and_grad(pipe.place(model.params), *model.batch(4))
+    finally:
+        WorkerHosts.hand_over = hand_over  # type: ignore[method-assign]
+        mailbox.post = post  # type: ignore[method-assign]
+    return float(value), came
+
+
+def test_activations_are_sent_while_the_next_ones_are_computed(pair: px.testing.MultiProcess) -> None:
+    model = models.equal(2)
+    wanted = float(model.whole(model.params, *model.batch(4)))
+    (first, came), (last, _) = pair.run(overlapping, timeout=120)
+    assert came == {"1 was begun": True, "0 was sent": True}
+    assert first == last == pytest.approx(wanted, rel=1e-5)
 
 
 def failing(what: str, count: int = 2) -> tuple[str, str]:
@@ -165,18 +246,24 @@ def failing(what: str, count: int = 2) -> tuple[str, str]:
     rank = px.comm.get_rank()
     model = models.equal(count)
 
+    def raises(x: Any) -> Any:
+        raise ZeroDivisionError("while it is computed")
+
     def bad(p: Any, x: Any) -> Any:
+        if what == "computes":
+            x = jax.pure_callback(raises, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
         if what == "raises":
             raise ZeroDivisionError("in my stage")
         if what == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         return models.layer(p, x)
 
+    where = {"raises": 1, "dies": 1, "computes": 0}
     micro_batches = 4 if what == "schedule" and rank else 2
     rows = 6 if what == "shapes" and rank else 4
     try:
         pipe = pipeline(
-            [bad if i == 1 and what in ("raises", "dies") else models.layer for i in range(count)],
+            [bad if i == where.get(what) else models.layer for i in range(count)],
             "1f1b",
             micro_batches,
             loss=model.loss,
@@ -207,6 +294,15 @@ def test_a_stage_that_fails_or_disagrees_is_named_on_the_others(
         assert results[1] == ("ZeroDivisionError", "in my stage")
     else:
         assert results[1] == results[0]
+
+
+def test_a_computation_that_fails_is_named_on_the_others(pair: px.testing.MultiProcess) -> None:
+    """Its result is waited for by the thread that sends it."""
+    first, last = pair.run(failing, "computes")
+    assert first[0] == "JaxRuntimeError"
+    assert "while it is computed" in first[1]
+    assert last[0] == "WorkerFailedError"
+    assert "Stage 0 of a pipeline failed on rank 0: JaxRuntimeError" in last[1]
 
 
 @pytest.mark.soak

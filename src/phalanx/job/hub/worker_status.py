@@ -39,6 +39,8 @@ class WorkerStatus:
         threads: all threads that communicate with other workers.
         peer_waits: the operations of px.comm that are under way.
         operations: how many operations of px.comm this worker has begun, by their members.
+        promised: the messages to others whose contents are still being computed.
+        kept: when the last of them was sent.
 
     >>> status = WorkerStatus()
     >>> status.begin(3, {"operation": "all_reduce"})
@@ -48,10 +50,12 @@ class WorkerStatus:
 
     __slots__ = (
         "_programs",
+        "kept",
         "operations",
         "peer_waits",
         "pending",
         "phase",
+        "promised",
         "sequence",
         "site",
         "step",
@@ -69,6 +73,8 @@ class WorkerStatus:
         self.threads: set[int] = set()
         self.peer_waits: dict[int, PeerWait] = {}
         self.operations: Callable[[], dict[str, int]] = dict
+        self.promised: dict[int, str] = {}
+        self.kept = 0.0
         self._programs: list[tuple[int, Any]] = [(-1, None)] * _REMEMBERED
 
     def begin(self, sequence: int, details: Any) -> None:
@@ -93,6 +99,16 @@ class WorkerStatus:
         waits = list(self.peer_waits.values())  # at once: other threads change it
         waits = sorted((w for w in waits if now - w.since >= _MOMENT), key=lambda wait: wait.since)
         return [w for w in waits if w.ranks()][:_MOST_REPORTED]
+
+    @contextlib.contextmanager
+    def keeping(self, number: int) -> Iterator[None]:
+        """Send a message that was promised; a context manager."""
+        try:
+            yield
+        finally:
+            if number in self.promised:
+                self.kept = time.monotonic()
+                del self.promised[number]
 
     @property
     def is_single(self) -> bool:
@@ -151,7 +167,7 @@ class PeerWait:
     @property
     def since(self) -> float:
         """Since when nothing has moved."""
-        return max(self._begun, self.moved())
+        return max(self._begun, self.moved(), self._status.kept)
 
     def __enter__(self) -> PeerWait:
         self._begun = time.monotonic()
@@ -174,8 +190,10 @@ class PeerWait:
 
     @property
     def blocks(self) -> bool:
-        """Whether some thread of the program waits for the operation."""
-        return bool(self._blocked)
+        """Whether some thread of the program waits for the operation, and no message is still to come
+        of what the devices compute.
+        """  # noqa: D205
+        return bool(self._blocked) and not self._status.promised
 
     def ranks(self) -> list[int]:
         """Who is waited for at the moment."""

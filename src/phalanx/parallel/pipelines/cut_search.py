@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from phalanx.errors import InvalidValueError, ResourceExhaustedError
 from phalanx.parallel.hardware import Hardware
 from phalanx.parallel.pipelines.cutting import FlatFunction, flattened
+from phalanx.parallel.pipelines.every_cut import CutCosts, fastest_cuts
 from phalanx.parallel.pipelines.named_schedules import schedule
 from phalanx.parallel.pipelines.schedule import ActionCosts, PipelineSchedule
 from phalanx.parallel.plan import Plan, RunnerUp
@@ -34,6 +35,7 @@ __all__ = ["PipelineCandidate", "StageCosts", "best_cuts", "search_pipeline"]
 
 _UNBOUNDED = 1e18
 """Bytes; whether stages fit is checked by stage, not for the whole program."""
+_MOST_CUTS = 300_000
 _SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble_v")
 
 
@@ -62,11 +64,14 @@ class StageCosts:
         """What the actions of each part of a cut cost."""
         places = {cut: i for i, cut in enumerate(self.cuts)}
         transfer = max((self.transfers[places[cut]] for cut in chosen), default=0.0)
-        shares = self.shares or ((1 / 3,) * 3,) * len(self.seconds)
-        rows = zip(self.seconds, shares, strict=True)
-        kinds = zip(*([s * x for x in share] for s, share in rows), strict=True)
-        forward, input, weight = (self.parts(chosen, list(kind)) for kind in kinds)
+        forward, input, weight = (self.parts(chosen, kind) for kind in self.kinds())
         return ActionCosts(forward, input, weight, transfer)
+
+    def kinds(self) -> list[list[float]]:
+        """The seconds of all equations' forward computations, gradients of inputs, and of weights."""
+        shares = self.shares or ((1 / 3,) * 3,) * len(self.seconds)
+        rows = list(zip(self.seconds, shares, strict=True))
+        return [[seconds * share[kind] for seconds, share in rows] for kind in range(3)]
 
     def parts(self, chosen: Sequence[int], values: Sequence[float]) -> list[float]:
         """The sums of values of equations over each part of a cut."""
@@ -98,7 +103,7 @@ def candidate(costs: StageCosts, made: PipelineSchedule, cuts: Sequence[int]) ->
 
 
 def best_cuts(
-    costs: StageCosts, made: PipelineSchedule, budget: float, most: int = 300
+    costs: StageCosts, made: PipelineSchedule, budget: float, most: int = _MOST_CUTS
 ) -> PipelineCandidate | None:
     """The fastest cut for a schedule that fits into memory; None if there is none.
 
@@ -106,14 +111,16 @@ def best_cuts(
         costs: what parts cost.
         made: the schedule.
         budget: the bytes that each device may hold.
-        most: if there are no more cuts than that, all are tried. Else the dynamic program proposes
-            some, and each is improved by moving one cut at a time.
+        most: if there are no more cuts than that, all are tried, and the result is the best one. Else
+            the dynamic program proposes some, and each is improved by moving one cut at a time.
     """
     if comb(len(costs.cuts), made.positions - 1) <= most:
-        every = itertools.combinations(costs.cuts, made.positions - 1)
-        found = [candidate(costs, made, cuts) for cuts in every]
-        fitting = [c for c in found if max(c.memory) <= budget]
-        return min(fitting, key=_rank, default=None)
+        forward, input, weight = costs.kinds()
+        known = CutCosts(
+            costs.cuts, forward, input, weight, costs.transfers, costs.kept, costs.parameters
+        )
+        every = fastest_cuts(known, made, budget * (1 + 1e-12))
+        return min((candidate(costs, made, cuts) for cuts in every), key=_rank, default=None)
     start = [candidate(costs, made, cuts) for cuts in _promising(costs, made, budget)]
     start = sorted((c for c in start if max(c.memory) <= budget), key=_rank)[:4]
     return min((_improved(costs, c, budget) for c in start), key=_rank, default=None)

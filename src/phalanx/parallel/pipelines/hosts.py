@@ -36,6 +36,12 @@ class StageHosts(Protocol):
     def send(self, nest: Any, stage: int, kind: str, *numbers: int) -> None:
         """Send arrays to the process of a stage."""
 
+    def hand_over(self, nest: Any, stage: int, kind: str, *numbers: int) -> None:
+        """Send arrays to the process of a stage when they are computed, and do not wait for that.
+
+        They must not be changed, nor their memory be given away.
+        """
+
     def receive(self, shapes: Any, stage: int, kind: str, *numbers: int) -> Any:
         """Receive arrays of known shapes from the process of a stage."""
 
@@ -48,8 +54,8 @@ class StageHosts(Protocol):
     def completed(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """A batch with shapes in place of what other processes alone have."""
 
-    def naming(self, stages: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Tell all processes of an error in the block, and name the stages of this one."""
+    def naming(self) -> contextlib.AbstractContextManager[None]:
+        """Tell all processes of an error in the block, which names the stages of this one."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,10 @@ class LocalHosts:
         return True
 
     def send(self, nest: Any, stage: int, kind: str, *numbers: int) -> None:
+        """See `StageHosts`; all stages are here."""
+        raise AssertionError(stage)
+
+    def hand_over(self, nest: Any, stage: int, kind: str, *numbers: int) -> None:
         """See `StageHosts`; all stages are here."""
         raise AssertionError(stage)
 
@@ -79,7 +89,7 @@ class LocalHosts:
         """See `StageHosts`; all of it is here."""
         return batch
 
-    def naming(self, stages: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+    def naming(self) -> contextlib.AbstractContextManager[None]:
         """See `StageHosts`."""
         return contextlib.nullcontext()
 
@@ -102,6 +112,7 @@ class WorkerHosts:
             )
         self._each = stages // self.size
         self._has_parts: bool | None = None
+        self._failed: Exception | None = None  # of a computation whose result should have been sent
 
     def worker(self, stage: int) -> int:
         """The rank of the worker that has a stage."""
@@ -115,6 +126,21 @@ class WorkerHosts:
         """See `StageHosts`; returns when the arrays are on their way."""
         for i, x in enumerate(jax.tree.leaves(nest)):
             worker_messages.isend(np.asarray(x), self.worker(stage), None, _tag(kind, numbers, i))
+
+    def hand_over(self, nest: Any, stage: int, kind: str, *numbers: int) -> None:
+        """See `StageHosts`; the thread that sends waits for the arrays, not the caller."""
+        for i, x in enumerate(jax.tree.leaves(nest)):
+            x.copy_to_host_async()
+            tag = _tag(kind, numbers, i)
+            worker_messages.isend(x, self.worker(stage), None, tag, self._computed)
+
+    def _computed(self, x: jax.Array) -> np.ndarray[Any, Any]:
+        try:
+            return np.asarray(x)
+        except Exception as error:
+            self._failed = self._failed or error
+            self._tell(error)
+            raise
 
     def receive(self, shapes: Any, stage: int, kind: str, *numbers: int) -> Any:
         """See `StageHosts`."""
@@ -187,18 +213,24 @@ class WorkerHosts:
                 )
 
     @contextlib.contextmanager
-    def naming(self, stages: Sequence[int]) -> Iterator[None]:
+    def naming(self) -> Iterator[None]:
         """See `StageHosts`."""
         try:
             yield
         except Exception as error:
-            world = groups.world()
-            if isinstance(error, PhalanxError) and world.has_failed:
+            if isinstance(error, PhalanxError) and groups.world().has_failed:
+                if self._failed is not None:  # what the others were told of
+                    raise self._failed from None
                 raise
-            listed = ", ".join(map(str, stages))
-            text = f"Stage {listed} of a pipeline failed on rank {self.rank}: "
-            world.fail("raised", f"{text}{type(error).__name__}: {_short(str(error))}")
+            self._tell(error)
             raise
+
+    def _tell(self, error: Exception) -> None:
+        """Tell all workers of an error of this one."""
+        first = self.rank * self._each
+        listed = ", ".join(map(str, range(first, first + self._each)))
+        text = f"Stage {listed} of a pipeline failed on rank {self.rank}: "
+        groups.world().fail("raised", f"{text}{type(error).__name__}: {_short(str(error))}")
 
 
 def _short(text: str) -> str:
@@ -242,7 +274,7 @@ class HostExchange:
         if self._hosts.is_here(stage):
             self.box[kind, micro, position, part] = self._places[stage].put_rows(value)
         else:
-            self._hosts.send(value, stage, kind, micro, position, part)
+            self._hosts.hand_over(value, stage, kind, micro, position, part)
 
     def is_from_here(self, kind: str, position: int) -> bool:
         """Whether what a position takes is made in this process."""

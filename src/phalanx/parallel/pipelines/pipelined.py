@@ -184,7 +184,7 @@ class Pipelined:
                 what its stages do not take; see `takes`.
         """
         params = _values(params)
-        with self._hosts.naming(self.stages):
+        with self._hosts.naming():
             steps, exchange, weights = self._prepared(params, batch)
             made = {stage: self._step(stage, exchange, *steps) for stage in self.stages}
             for stage, action in self._schedule.issue_order:
@@ -198,7 +198,7 @@ class Pipelined:
         Each stage has a thread, which waits for the end of one action before it begins the next.
         """
         params = _values(params)
-        with self._hosts.naming(self.stages):
+        with self._hosts.naming():
             steps, exchange, weights = self._prepared(params, batch)
 
             def step(stage: int, **how: Any) -> StageStep:
@@ -209,7 +209,7 @@ class Pipelined:
 
     def __call__(self, params: Sequence[Any], *batch: Any) -> Any:
         """The loss of a batch, without gradients."""
-        with self._hosts.naming(self.stages):
+        with self._hosts.naming():
             return self._value(self._forward(params, batch, has_loss=True))
 
     def predict(self, params: Sequence[Any], *batch: Any, broadcast: bool = False) -> Any:
@@ -226,7 +226,7 @@ class Pipelined:
                 "The last stage returns the loss. Give the loss apart, as pipeline(…, loss=…), to get "
                 "what the model predicts. Received: loss=None"
             )
-        with self._hosts.naming(self.stages):
+        with self._hosts.naming():
             parts = [x.loss for x in self._forward(params, batch, has_loss=False)]
             slices = self._schedule.slices
             if slices > 1:

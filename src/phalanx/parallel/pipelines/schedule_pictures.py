@@ -56,7 +56,8 @@ def svg(schedule: PipelineSchedule, costs: ActionCosts | None = None) -> str:
     timed = schedule.timed(costs)
     whole = max((t.end for t in timed), default=1) or 1
     shortest = min((t.end - t.start for t in timed if t.end > t.start), default=1)
-    scale = _WIDTH / shortest
+    most = max((len(order) for order in schedule.orders), default=1)
+    scale = min(_WIDTH / shortest, 2 * _WIDTH * most / whole)  # one short action makes no wide picture
     height = _HEIGHT * (schedule.stages + 1) + 8
     boxes = []
     for t in timed:
