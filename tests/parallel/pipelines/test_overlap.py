@@ -33,8 +33,9 @@ def test_a_step_is_under_way_before_its_first_action_has_ended(monkeypatch: Any)
 
     def slow(p: Any, x: Any) -> Any:
         turns, x = x
-        spent = jax.lax.fori_loop(0, turns[0], lambda _, y: y * 0.5 + 1.0, jnp.float32(1))
-        return models.layer(p, x + 0 * jax.lax.stop_gradient(spent))
+        # JAX runs cheap programs in the thread of the caller; products of matrices are not cheap.
+        spent = jax.lax.fori_loop(0, turns[0], lambda _, y: y @ y / 256, jnp.ones((256, 256)))
+        return models.layer(p, x + 0 * jax.lax.stop_gradient(spent[0, 0]))
 
     model = models.equal(2)
     x, target = model.batch(4)
@@ -50,7 +51,7 @@ def test_a_step_is_under_way_before_its_first_action_has_ended(monkeypatch: Any)
     monkeypatch.setattr(StagePlace, "put_rows", copied)
     for attempt in range(6):  # a busy machine may let this thread wait
         order.clear()
-        found = value(10**6 << 2 * attempt)
+        found = value(20 << 2 * attempt)
         if not found.is_ready():
             break
     else:
