@@ -37,11 +37,6 @@ from phalanx.core.context import (
     has_strategy as has_strategy,
     in_cross_replica_context as in_cross_replica_context,
 )
-from phalanx.core.distributed_variables import (
-    AggregatingVariable as AggregatingVariable,
-    MirroredVariable as MirroredVariable,
-    SyncOnReadVariable as SyncOnReadVariable,
-)
 from phalanx.core.extended import StrategyExtended as StrategyExtended
 from phalanx.core.indexed_slices import IndexedSlices as IndexedSlices
 from phalanx.core.name_scopes import name_scope as name_scope
@@ -62,7 +57,12 @@ from phalanx.core.values import (
     Mirrored as Mirrored,
     PerReplica as PerReplica,
 )
-from phalanx.core.variables import Variable as Variable
+from phalanx.core.variables.distributed_variables import (
+    AggregatingVariable as AggregatingVariable,
+    MirroredVariable as MirroredVariable,
+    SyncOnReadVariable as SyncOnReadVariable,
+)
+from phalanx.core.variables.variable import Variable as Variable
 from phalanx.data.distribute.distributed_dataset import (
     DistributedDataset as DistributedDataset,
     DistributedIterator as DistributedIterator,

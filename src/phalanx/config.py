@@ -1,6 +1,6 @@
 """`px.config`: what hardware there is, and how it is split into logical devices."""
 
-from phalanx.core.transactions import protect_variables
+from phalanx.core.variables.transactions import protect_variables
 from phalanx.runtime.devices import (
     LogicalDevice,
     LogicalDeviceConfiguration,

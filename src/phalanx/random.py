@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import context as ctx, traced_variables
+from phalanx.core import context as ctx
 from phalanx.core.options import VariableAggregation
 from phalanx.core.replica_context import MergePoint, meet
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.runtime import compat, seeding
 from phalanx.runtime.formatting import shown

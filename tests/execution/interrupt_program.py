@@ -23,7 +23,8 @@ import numpy as np
 import optax
 
 import phalanx as px
-from phalanx.core import context, traced_variables, transactions
+from phalanx.core import context
+from phalanx.core.variables import traced_variables, transactions
 from phalanx.runtime import compat
 
 KINDS = ("compiled", "eager", "loop", "callback", "plain", "input")

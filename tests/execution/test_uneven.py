@@ -384,7 +384,7 @@ def test_variables_may_be_made_for_an_uneven_batch(reasons: list[str]) -> None:
 
 def test_what_follows_each_run_follows_once() -> None:
     s = mirrored()
-    from phalanx.core import traced_variables
+    from phalanx.core.variables import traced_variables
 
     counted: list[int] = []
 

@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import phalanx as px
-from phalanx.core import transactions
+from phalanx.core.variables import transactions
 from phalanx.runtime.turns import Turn, Turns
 
 DEADLINE = 60.0

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 
 import phalanx as px
-from phalanx.core.elsewhere import Change, rows_after
-from phalanx.core.variable_spec import apply_update
+from phalanx.core.variables.recorded_updates import Change, rows_after
+from phalanx.core.variables.variable_spec import apply_update
 from phalanx.parameter_server.closure import closure, current_closure
 from phalanx.parameter_server.requests import Token
 from tests.parameter_server.jobs import Job

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 import phalanx as px
 from phalanx import errors
-from phalanx.core.variable_spec import apply_update as apply_with_jax
+from phalanx.core.variables.variable_spec import apply_update as apply_with_jax
 from phalanx.parameter_server.requests import Update, VariableDefinition
 from phalanx.parameter_server.updates import METHODS, apply_update, checked
 

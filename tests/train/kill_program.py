@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.core.regions import Flat
-from phalanx.core.variable_parts import Part
+from phalanx.core.variables.variable_parts import Part
 from phalanx.train.checkpoints import files
 from phalanx.train.checkpoints.retention import Kept, Retention
 from phalanx.train.checkpoints.state import DirectoryState, latest_checkpoint, update_state

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 
 import phalanx as px
 from phalanx.core.regions import Flat
-from phalanx.core.variable_parts import Part
+from phalanx.core.variables.variable_parts import Part
 from phalanx.train.checkpoints import files
 from phalanx.train.checkpoints.files import ArraySource, Saved, begin, commit, write_part
 

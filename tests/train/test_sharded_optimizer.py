@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import phalanx as px
-from phalanx.core.sliced_variables import SlicedVariable
+from phalanx.core.variables.sliced_variables import SlicedVariable
 from phalanx.train import making_states
 
 RNG = np.random.default_rng(0)

@@ -23,7 +23,7 @@ from phalanx.core.options import CommunicationOptions, as_communication_options
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op, check_alike, divide
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica, samples_of
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, resolve_device

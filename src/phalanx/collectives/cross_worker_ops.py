@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 from phalanx.collectives import device_programs, pair_exchange, sums_in_programs
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps, Pairs
 from phalanx.collectives.packing import BETWEEN_WORKERS, Packing
-from phalanx.core import traced_variables
 from phalanx.core.cross_replica import destination_devices
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.options import (
@@ -24,6 +23,7 @@ from phalanx.core.options import (
 from phalanx.core.reduction import ReduceOp, as_operand, as_reduce_op, divide
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import Mirrored, PerReplica
+from phalanx.core.variables import traced_variables
 from phalanx.runtime.deadlines import limited
 from phalanx.runtime.host_memory import expect_model
 from phalanx.runtime.placement import REPLICA_AXIS, Span, place, replica_mesh

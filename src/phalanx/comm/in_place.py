@@ -19,7 +19,7 @@ from phalanx.collectives.perform import GroupLike, Op, perform
 from phalanx.collectives.table import kind
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import is_compiled
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.futures import settle

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from phalanx.core.values import DistributedValues
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 

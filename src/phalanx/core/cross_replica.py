@@ -30,7 +30,7 @@ from phalanx.core.reduction import (
 )
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica, check_count
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import (
     InvalidDestinationError,
     InvalidOperandError,

@@ -16,27 +16,28 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from phalanx.core import context as ctx, cross_replica, traced_variables, transactions
+from phalanx.core import context as ctx, cross_replica
 from phalanx.core.checks import check_numeric, check_variable
 from phalanx.core.cross_replica import Communicator, checked_pairs, destination_devices
-from phalanx.core.distributed_variables import (
-    AggregatingVariable,
-    CopiedVariable,
-    MirroredVariable,
-    require_same,
-)
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.operators import operand_of
 from phalanx.core.options import CommunicationOptions, ValueContext, as_communication_options
 from phalanx.core.reduction import Axes, ReduceOp, as_reduce_op
 from phalanx.core.regrouping import regroup
 from phalanx.core.replica_context import MergePoint, is_compiled, meet
-from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest, merge_nests
 from phalanx.core.values import Mirrored, PerReplica, select_replica
-from phalanx.core.variable_spec import InitialValue, VariableSpec
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables, transactions
+from phalanx.core.variables.distributed_variables import (
+    AggregatingVariable,
+    CopiedVariable,
+    MirroredVariable,
+    require_same,
+)
+from phalanx.core.variables.sliced_variables import SlicedVariable
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import InitialValue, VariableSpec
 from phalanx.errors import (
     ContextError,
     ForeignVariableError,
@@ -59,8 +60,7 @@ class StrategyExtended:
     hooks that are marked as such.
     """
 
-    _wraps_values = True
-    """Whether values made by functions are wrapped even if there is one replica only."""
+    _wraps_values = True  # whether values made by functions are wrapped also for a single replica
 
     def __init__(self, container_strategy: Strategy) -> None:
         self._strategy: Strategy = container_strategy

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from phalanx.core import traced_variables
+from phalanx.core.variables import traced_variables
 from phalanx.runtime import compat
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 from phalanx.core import context as ctx, input_requests
 from phalanx.core.padding import Padded, Shape
 from phalanx.core.values import PerReplica, ReplicaLayout
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.execution.lifetimes import Identity, Whole, identity
 from phalanx.execution.running import deleted
 from phalanx.runtime import compat

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from phalanx.core.values import DistributedValues
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.execution.lifetimes import KeptIdentity, Whole
 
 _ARRAYS = (jax.Array, np.ndarray, DistributedValues, Variable)

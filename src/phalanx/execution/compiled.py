@@ -17,14 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from phalanx.core import context as ctx, traced_variables
-from phalanx.core.distributed_variables import SyncOnReadVariable
+from phalanx.core import context as ctx
 from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait
-from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.spmd import SpmdPerReplica, shared_by_all, wrap_arguments
 from phalanx.core.structure import leaves, map_nest, replace_leaves
 from phalanx.core.values import Mirrored, PerReplica, ReplicaLayout, select_replica
-from phalanx.core.variables import ResourceVariable, Variable
+from phalanx.core.variables import traced_variables
+from phalanx.core.variables.distributed_variables import SyncOnReadVariable
+from phalanx.core.variables.sliced_variables import SlicedVariable
+from phalanx.core.variables.variable import ResourceVariable, Variable
 from phalanx.errors import ContextError, InvalidArgumentError, MergeMismatchError, UnsupportedError
 from phalanx.execution.staging import explained
 from phalanx.runtime import compat

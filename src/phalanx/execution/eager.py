@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from phalanx.core import context as ctx, transactions
+from phalanx.core import context as ctx
 from phalanx.core.regrouping import regroup
 from phalanx.core.replica_context import MergePoint, ReplicaContext, Wait, index_of
 from phalanx.core.values import select_replica
+from phalanx.core.variables import transactions
 from phalanx.errors import DeadlineExceededError, MergeMismatchError
 from phalanx.runtime import activity, compat
 from phalanx.runtime.call_site import CallSite, call_site, where_is

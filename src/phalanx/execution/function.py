@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.core import context as ctx, input_requests, run_hooks, traced_variables, transactions
+from phalanx.core import context as ctx, input_requests, run_hooks
 from phalanx.core.padding import CannotJoin
 from phalanx.core.run_hooks import say_once
-from phalanx.core.transactions import leaving_nothing
-from phalanx.core.variable_spec import live_variables
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables, transactions
+from phalanx.core.variables.transactions import leaving_nothing
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import live_variables
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.execution.call_arguments import Call, Pattern
 from phalanx.execution.captures import Captured

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.core import traced_variables
 from phalanx.core.values import Mirrored, PerReplica
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError, UnsupportedError
 from phalanx.execution.regathering import gathers_again, is_gathered_again, stand_in
 from phalanx.execution.taps import Tap
@@ -198,7 +198,7 @@ def with_values(fn: Callable[[], Any], variables: list[Variable], values: list[A
 
     What it writes to variables is forgotten.
 
-    >>> from phalanx.core.variables import Variable
+    >>> from phalanx.core.variables.variable import Variable
     >>> w = Variable(3.0)
     >>> float(with_values(lambda: w * w, [w], [jnp.float32(5.0)])), float(w)
     (25.0, 3.0)

@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.core import context as ctx, input_requests, traced_variables
+from phalanx.core import context as ctx, input_requests
+from phalanx.core.variables import traced_variables
 from phalanx.errors import InvalidTypeError
 from phalanx.execution.program import Result, Stacked, as_held
 from phalanx.execution.running import as_array

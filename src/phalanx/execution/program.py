@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.core import traced_variables, transactions
-from phalanx.core.distributed_variables import CopiedVariable
 from phalanx.core.padding import Padded, Shape
 from phalanx.core.structure import is_leaf, leaves, replace_leaves
 from phalanx.core.values import Mirrored, PerReplica, ReplicaLayout
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables, transactions
+from phalanx.core.variables.distributed_variables import CopiedVariable
+from phalanx.core.variables.variable import Variable
 from phalanx.execution.call_arguments import Pattern
 from phalanx.execution.running import Runner, as_array
 from phalanx.execution.throttle import token

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.spmd import SpmdPerReplica
+from phalanx.core.variables.sliced_variables import SlicedVariable
 from phalanx.runtime import compat
 
 _MADE_AGAIN = frozenset(

@@ -15,11 +15,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from phalanx.core import traced_variables, transactions
-from phalanx.core.elsewhere import Change, Home, Pending, TableRead, check_indices, read
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.shard_slices import Shard, ShardSlices
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables, transactions
+from phalanx.core.variables.recorded_updates import (
+    Change,
+    Home,
+    Pending,
+    TableRead,
+    check_indices,
+    read,
+)
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import StrategyMismatchError
 from phalanx.execution.program import CHANGED, Program, Result, Stacked, references, wrapper
 from phalanx.execution.running import as_array

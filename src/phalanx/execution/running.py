@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from phalanx.core import transactions
-from phalanx.core.bundles import STATE, Bundle
 from phalanx.core.values import Mirrored, PerReplica
-from phalanx.core.variables import Variable
+from phalanx.core.variables import transactions
+from phalanx.core.variables.bundles import STATE, Bundle
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidValueError
 from phalanx.execution.throttle import THROTTLE
 from phalanx.job.shared_programs import SharedProgram

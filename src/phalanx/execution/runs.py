@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from phalanx.core import traced_variables
 from phalanx.core.padding import CannotJoin
 from phalanx.core.structure import leaves, map_nest
 from phalanx.core.values import PerReplica
+from phalanx.core.variables import traced_variables
 from phalanx.errors import InvalidArgumentError
 from phalanx.execution.compiled import CompiledRun
 from phalanx.execution.uneven import UnevenRun

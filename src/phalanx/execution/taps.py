@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx.core.indexed_slices import IndexedSlices
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime.formatting import shown
 

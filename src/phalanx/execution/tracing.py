@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.core import traced_variables
 from phalanx.core.padding import CannotJoin
-from phalanx.core.variable_spec import live_variables
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import live_variables
 from phalanx.errors import ContextError
 from phalanx.execution.call_arguments import Call
 from phalanx.execution.program import Program, Result, as_held, shape_of

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from phalanx.core import traced_variables
 from phalanx.core.padding import CannotJoin, Padded
 from phalanx.core.regrouping import regroup
 from phalanx.core.spmd import Shapes, SpmdPerReplica, different_shapes
 from phalanx.core.structure import leaves, replace_leaves
 from phalanx.core.values import Mirrored, PerReplica, ReplicaLayout
+from phalanx.core.variables import traced_variables
 from phalanx.execution.compiled import CompiledRun, global_array, local_part
 from phalanx.execution.joint import Slot, join
 from phalanx.runtime import compat

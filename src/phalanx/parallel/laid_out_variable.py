@@ -13,7 +13,8 @@ from phalanx.core import context as ctx
 from phalanx.core.operators import operand_of
 from phalanx.core.regions import Region
 from phalanx.core.values import DistributedValues
-from phalanx.core.variable_parts import (
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_parts import (
     HeldParts,
     Read,
     array_of,
@@ -23,8 +24,7 @@ from phalanx.core.variable_parts import (
     take_parts,
     wanted_regions,
 )
-from phalanx.core.variable_spec import InitialValue, VariableSpec
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable_spec import InitialValue, VariableSpec
 from phalanx.parallel.spanning import placed, whole_value
 from phalanx.parallel.storing import made_in_parts
 from phalanx.runtime import compat

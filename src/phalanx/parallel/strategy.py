@@ -13,8 +13,8 @@ from jax.tree_util import keystr, tree_map_with_path
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.core import context as ctx
 from phalanx.core.strategy import Strategy
-from phalanx.core.variable_spec import InitialValue, VariableSpec
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import InitialValue, VariableSpec
 from phalanx.errors import ContextError, InvalidOptionsError, InvalidValueError
 from phalanx.execution.eager import run_replicas
 from phalanx.parallel.context import current_options, options_in_force

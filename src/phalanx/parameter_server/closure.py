@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core.elsewhere import Change, Pending
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.shard_slices import ShardSlices, split_rows
+from phalanx.core.variables.recorded_updates import Change, Pending
 from phalanx.errors import StrategyMismatchError
 from phalanx.parameter_server.requests import Servers, Token, Update
 from phalanx.parameter_server.updates import existing_rows

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.core.elsewhere import Pending, TableRead
+from phalanx.core.variables.recorded_updates import Pending, TableRead
 from phalanx.errors import AbortedError, ContextError
 from phalanx.parameter_server.closure import current_closure, updates_of
 from phalanx.parameter_server.own_tokens import TokenLine

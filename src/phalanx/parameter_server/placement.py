@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core.variable_spec import InitialValue, initial_array
+from phalanx.core.variables.variable_spec import InitialValue, initial_array
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer

@@ -10,16 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import context as ctx, traced_variables, transactions
-from phalanx.core.distributed_variables import AggregatingVariable
-from phalanx.core.elsewhere import APPLY, Change, Pending, after
+from phalanx.core import context as ctx
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.shard_slices import ShardSlices
 from phalanx.core.structure import map_nest
-from phalanx.core.traced_variables import UNKNOWN
 from phalanx.core.values import Mirrored, PerReplica
-from phalanx.core.variable_spec import VariableSpec, register
-from phalanx.core.variables import create_variable
+from phalanx.core.variables import traced_variables, transactions
+from phalanx.core.variables.distributed_variables import AggregatingVariable
+from phalanx.core.variables.recorded_updates import APPLY, Change, Pending, after
+from phalanx.core.variables.traced_variables import UNKNOWN
+from phalanx.core.variables.variable import create_variable
+from phalanx.core.variables.variable_spec import VariableSpec, register
 from phalanx.errors import UnsupportedError
 from phalanx.parameter_server.home import ServersHome
 from phalanx.parameter_server.requests import Read, VariableDefinition

@@ -8,10 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import traced_variables
-from phalanx.core.elsewhere import APPLY, RemoteTable, TableRead, check_indices, read, rows_after
 from phalanx.core.operators import operand_of
-from phalanx.core.traced_variables import Substitution
+from phalanx.core.variables import traced_variables
+from phalanx.core.variables.recorded_updates import (
+    APPLY,
+    RemoteTable,
+    TableRead,
+    check_indices,
+    read,
+    rows_after,
+)
+from phalanx.core.variables.traced_variables import Substitution
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime import compat
 

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import context as ctx, traced_variables, transactions
-from phalanx.core.elsewhere import TableRead, read
+from phalanx.core import context as ctx
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.shard_slices import Shard, ShardSlices, split_rows
 from phalanx.core.values import DistributedValues
-from phalanx.core.variable_spec import VariableSpec
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables, transactions
+from phalanx.core.variables.recorded_updates import TableRead, read
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import VariableSpec
 from phalanx.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from phalanx.parameter_server.home import ServersHome
 from phalanx.parameter_server.remote_variable import Join, RemoteVariable

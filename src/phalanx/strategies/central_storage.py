@@ -9,11 +9,11 @@ import jax
 
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps
 from phalanx.core.checks import first_by_name
-from phalanx.core.distributed_variables import AggregatingVariable
 from phalanx.core.options import check_dtype
 from phalanx.core.strategy import Strategy
-from phalanx.core.variable_spec import VariableSpec
-from phalanx.core.variables import ResourceVariable, Variable
+from phalanx.core.variables.distributed_variables import AggregatingVariable
+from phalanx.core.variables.variable import ResourceVariable, Variable
+from phalanx.core.variables.variable_spec import VariableSpec
 from phalanx.runtime.devices import (
     DeviceLike,
     are_left_out,

@@ -8,12 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
-from phalanx.core import context as ctx, transactions
+from phalanx.core import context as ctx
 from phalanx.core.checks import check_variable, first_by_name
 from phalanx.core.replica_context import ReplicaContext
 from phalanx.core.strategy import Strategy
-from phalanx.core.variable_spec import VariableSpec
-from phalanx.core.variables import ResourceVariable, Variable
+from phalanx.core.variables import transactions
+from phalanx.core.variables.variable import ResourceVariable, Variable
+from phalanx.core.variables.variable_spec import VariableSpec
 from phalanx.errors import ContextError
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.input import DistributesInput

@@ -9,11 +9,15 @@ import jax
 
 from phalanx.collectives.cross_device_ops import AllReduceCrossDeviceOps, CrossDeviceOps
 from phalanx.core import context as ctx
-from phalanx.core.distributed_variables import CopiedVariable, MirroredVariable, SyncOnReadVariable
 from phalanx.core.options import VariableSynchronization, check_dtype, effective_synchronization
 from phalanx.core.strategy import Strategy
-from phalanx.core.variable_spec import VariableSpec
-from phalanx.core.variables import Variable
+from phalanx.core.variables.distributed_variables import (
+    CopiedVariable,
+    MirroredVariable,
+    SyncOnReadVariable,
+)
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import VariableSpec
 from phalanx.runtime.devices import (
     DeviceLike,
     are_left_out,

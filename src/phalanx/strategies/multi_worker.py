@@ -25,8 +25,8 @@ from phalanx.core.options import (
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import PerReplica
-from phalanx.core.variable_spec import VariableSpec
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import VariableSpec
 from phalanx.errors import DivergenceError, InvalidValueError
 from phalanx.job.bootstrap import JobConnection
 from phalanx.job.connection import connect_once

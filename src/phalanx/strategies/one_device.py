@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from phalanx.core.strategy import Strategy
-from phalanx.core.variable_spec import VariableSpec
-from phalanx.core.variables import ResourceVariable, Variable
+from phalanx.core.variables.variable import ResourceVariable, Variable
+from phalanx.core.variables.variable_spec import VariableSpec
 from phalanx.runtime.devices import DeviceLike, resolve_device
 from phalanx.strategies.replicated import ReplicatedExtended
 

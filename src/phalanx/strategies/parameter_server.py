@@ -21,8 +21,8 @@ from phalanx.core import context as ctx
 from phalanx.core.checks import first_by_name
 from phalanx.core.options import check_dtype
 from phalanx.core.strategy import Strategy
-from phalanx.core.variable_spec import InitialValue, VariableSpec
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import InitialValue, VariableSpec
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.parameter_server.client import ServerConnections
 from phalanx.parameter_server.closure import current_closure

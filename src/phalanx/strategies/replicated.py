@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from phalanx.collectives.cross_device_ops import CrossDeviceOps, ReductionToOneDevice
-from phalanx.core import traced_variables
 from phalanx.core.structure import leaves
 from phalanx.core.values import check_count
+from phalanx.core.variables import traced_variables
 from phalanx.errors import InvalidTypeError
 from phalanx.execution.compiled import in_compiled_run, run_inlined
 from phalanx.execution.eager import run_replicas

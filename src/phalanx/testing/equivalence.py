@@ -15,7 +15,7 @@ from phalanx.core.options import VariableAggregation, VariableSynchronization
 from phalanx.core.strategy import Strategy
 from phalanx.core.structure import map_nest
 from phalanx.core.values import DistributedValues
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.execution.function import function
 from phalanx.runtime import compat

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from phalanx.core import traced_variables
+from phalanx.core.variables import traced_variables
 from phalanx.errors import InvalidValueError
 from phalanx.execution.gradients import value_and_grad
 from phalanx.runtime import compat

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import transactions
-from phalanx.core.variables import Variable
+from phalanx.core.variables import transactions
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidValueError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown

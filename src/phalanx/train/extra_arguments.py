@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.strategy import Strategy
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.train.gradient_communication import dense
 from phalanx.train.line_search import ReplicaLoss, loss_of_all
 

@@ -18,7 +18,7 @@ from phalanx.collectives import sums_in_programs
 from phalanx.core import context as ctx
 from phalanx.core.reduction import ReduceOp, divide
 from phalanx.core.replica_context import ReplicaContext, is_compiled
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import UnsupportedError
 from phalanx.execution.gradients import with_values
 from phalanx.runtime import compat

@@ -8,7 +8,8 @@ from typing import Any, overload
 
 import jax
 
-from phalanx.core import input_requests, traced_variables
+from phalanx.core import input_requests
+from phalanx.core.variables import traced_variables
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.execution.function import Function
 from phalanx.execution.iterator_inputs import Taken, give_back

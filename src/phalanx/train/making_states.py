@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from phalanx.core.distributed_variables import MirroredVariable
 from phalanx.core.options import VariableAggregation, VariableSynchronization
-from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.slicing import Members
 from phalanx.core.strategy import Strategy
-from phalanx.core.variable_spec import VariableSpec
-from phalanx.core.variables import Variable
+from phalanx.core.variables.distributed_variables import MirroredVariable
+from phalanx.core.variables.sliced_variables import SlicedVariable
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import VariableSpec
 from phalanx.runtime import compat
 from phalanx.runtime.placement import REPLICA_AXIS, replica_mesh
 from phalanx.train.optimizer_state import present_value, slot_name

@@ -9,11 +9,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from phalanx.core import context as ctx, traced_variables, transactions
+from phalanx.core import context as ctx
 from phalanx.core.options import VariableAggregation, VariableSynchronization
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import DistributedValues, Mirrored
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables, transactions
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError, InvalidValueError, PhalanxError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown

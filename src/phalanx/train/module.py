@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from phalanx.core.name_scopes import name_scope
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime.formatting import shown
 

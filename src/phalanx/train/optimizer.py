@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from phalanx.core import context as ctx, transactions
+from phalanx.core import context as ctx
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.replica_context import MergePoint, ReplicaContext, is_compiled, meet
 from phalanx.core.strategy import Strategy
-from phalanx.core.variables import Variable
+from phalanx.core.variables import transactions
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import (
     ContextError,
     InvalidTypeError,

@@ -11,7 +11,7 @@ from phalanx.core import context as ctx
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import DistributedValues
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError, UnsupportedError
 from phalanx.runtime.formatting import shown
 

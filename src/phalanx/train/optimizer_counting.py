@@ -12,7 +12,7 @@ from phalanx.core import context as ctx
 from phalanx.core.options import VariableAggregation
 from phalanx.core.replica_context import MergePoint, meet
 from phalanx.core.strategy import Strategy
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown

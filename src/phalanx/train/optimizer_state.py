@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.values import DistributedValues
-from phalanx.core.variables import Variable
+from phalanx.core.variables.sliced_variables import SlicedVariable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError
 from phalanx.runtime.formatting import shown
 

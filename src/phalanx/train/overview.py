@@ -12,7 +12,7 @@ import numpy as np
 
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import DistributedValues
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime.devices import short_name
 from phalanx.runtime.formatting import array_text, html_table, shown

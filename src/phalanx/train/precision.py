@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import traced_variables
 from phalanx.core.options import VariableAggregation
 from phalanx.core.values import DistributedValues
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer, check_number

@@ -16,7 +16,7 @@ import numpy as np
 
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.core import context as ctx
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import (
     InvalidArgumentError,
     InvalidTypeError,

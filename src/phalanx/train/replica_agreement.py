@@ -8,12 +8,12 @@ from typing import Any
 from jax import lax
 
 from phalanx.core import context as ctx
-from phalanx.core.distributed_variables import MirroredVariable
 from phalanx.core.replica_context import MergePoint, meet
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import Mirrored, PerReplica
-from phalanx.core.variables import Variable
+from phalanx.core.variables.distributed_variables import MirroredVariable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer

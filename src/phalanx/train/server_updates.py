@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from phalanx.core import context as ctx, transactions
+from phalanx.core import context as ctx
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.options import VariableAggregation
 from phalanx.core.values import Mirrored, PerReplica
-from phalanx.core.variables import Variable
+from phalanx.core.variables import transactions
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidValueError
 from phalanx.parameter_server.closure import current_closure
 from phalanx.parameter_server.remote_variable import RemoteVariable

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 
 from phalanx.collectives import slices_in_programs
 from phalanx.core import context as ctx
-from phalanx.core.distributed_variables import MirroredVariable
 from phalanx.core.reduction import ReduceOp
-from phalanx.core.sliced_variables import SlicedVariable, slice_variable
 from phalanx.core.slicing import Members, Slicing
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
-from phalanx.core.variables import Variable
+from phalanx.core.variables.distributed_variables import MirroredVariable
+from phalanx.core.variables.sliced_variables import SlicedVariable, slice_variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidValueError, UnsupportedError
 from phalanx.execution.compiled import in_compiled_run
 from phalanx.execution.program import end_programs

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from phalanx.core import transactions
-from phalanx.core.variables import Variable
+from phalanx.core.variables import transactions
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown

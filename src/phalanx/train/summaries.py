@@ -22,7 +22,7 @@ from phalanx.core import context as ctx
 from phalanx.core.name_scopes import in_scope
 from phalanx.core.replica_context import index_of, is_compiled
 from phalanx.core.values import Mirrored, PerReplica
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from phalanx.core.strategy import Strategy
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError, InvalidValueError, NotFoundError, UnsupportedError
 from phalanx.integrations.estimator.hooks import (
     CheckpointSaverHook,

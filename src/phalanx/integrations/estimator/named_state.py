@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx.core.options import VariableAggregation, VariableSynchronization
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 

@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.core import context as ctx
 from phalanx.core.options import VariableAggregation
 from phalanx.core.strategy import Strategy
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.execution.function import function
 from phalanx.execution.gradients import value_and_grad

@@ -15,9 +15,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import context as ctx, traced_variables
+from phalanx.core import context as ctx
 from phalanx.core.options import VariableAggregation
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.integrations.keras import touch_points
 from phalanx.integrations.keras.distribution import strategy_of

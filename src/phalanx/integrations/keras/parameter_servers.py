@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx.coordinator.cluster_coordinator import ClusterCoordinator
 from phalanx.core.options import InputContext, InputOptions
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.data.dataset import Dataset
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.execution.function import function

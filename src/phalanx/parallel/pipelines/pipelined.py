@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidValueError
 from phalanx.execution.throttle import THROTTLE, token
 from phalanx.parallel.pipelines.chunk_making import ChunkMaker, PipelineOptions

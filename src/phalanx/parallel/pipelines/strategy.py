@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from phalanx.core import context as ctx
 from phalanx.core.strategy import Strategy
-from phalanx.core.variable_spec import InitialValue, VariableSpec
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import InitialValue, VariableSpec
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.execution.eager import run_replicas
 from phalanx.parallel.laid_out_extended import LaidOutExtended

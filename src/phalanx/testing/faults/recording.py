@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from phalanx.core.values import DistributedValues
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.runtime import laboratory
 
 __all__ = ["point", "record"]

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.core import context as ctx, transactions
-from phalanx.core.variables import Variable
+from phalanx.core import context as ctx
+from phalanx.core.variables import transactions
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, DataLossError, InvalidValueError, PhalanxError
 from phalanx.job.bootstrap import JobConnection
 from phalanx.job.connection import connected

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core.regions import Region, whole
-from phalanx.core.variable_parts import (
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_parts import (
     HeldParts,
     Part,
     array_of,
@@ -21,7 +22,6 @@ from phalanx.core.variable_parts import (
     take_parts,
     wanted_regions,
 )
-from phalanx.core.variables import Variable
 from phalanx.data.distribute.distributed_dataset import DistributedIterator
 from phalanx.data.run.iterator import Iterator as DatasetIterator
 from phalanx.errors import InvalidArgumentError, InvalidTypeError

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core.regions import Box, Flat, Region, assemble, whole
-from phalanx.core.variable_parts import Part
+from phalanx.core.variables.variable_parts import Part
 from phalanx.errors import DataLossError, NotFoundError
 from phalanx.runtime import laboratory
 from phalanx.runtime.file_names import exchange_names

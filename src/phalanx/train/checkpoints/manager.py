@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import DataLossError, InvalidTypeError, InvalidValueError, NotFoundError
 from phalanx.runtime import laboratory
 from phalanx.runtime.formatting import shown

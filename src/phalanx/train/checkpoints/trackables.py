@@ -12,7 +12,7 @@ import numpy as np
 from jax import tree_util
 
 from phalanx.core.values import DistributedValues
-from phalanx.core.variables import Variable
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core.regions import Region, assemble, cut, whole
-from phalanx.core.transactions import Moment
-from phalanx.core.variables import Variable
+from phalanx.core.variables.transactions import Moment
+from phalanx.core.variables.variable import Variable
 from phalanx.errors import DataLossError
 from phalanx.train.checkpoints.contents import encoded, held_of, source_of
 from phalanx.train.checkpoints.files import ArrayEntry, ArraySource

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core.indexed_slices import IndexedSlices
-from phalanx.core.variable_spec import apply_update
+from phalanx.core.variables.variable_spec import apply_update
 from phalanx.errors import InvalidArgumentError
 from phalanx.runtime.formatting import shown
 

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from phalanx.core import context as ctx
-from phalanx.core.distributed_variables import MirroredVariable
 from phalanx.core.replica_context import MergePoint, meet
 from phalanx.core.slicing import Members, Slicing
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.values import Mirrored, PerReplica, ReplicaLayout
-from phalanx.core.variable_spec import VariableSpec, apply_update
+from phalanx.core.variables.distributed_variables import MirroredVariable
+from phalanx.core.variables.variable_spec import VariableSpec, apply_update
 from phalanx.runtime import compat
 from phalanx.runtime.placement import REPLICA_AXIS, place
 

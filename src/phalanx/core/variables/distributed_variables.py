@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from phalanx.core import context as ctx, cross_replica, traced_variables
+from phalanx.core import context as ctx, cross_replica
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.options import (
     VariableAggregation,
@@ -27,8 +27,9 @@ from phalanx.core.replica_context import MergePoint, index_of, meet, replica_dev
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.structure import map_nest
 from phalanx.core.values import DistributedValues, Mirrored, PerReplica
-from phalanx.core.variable_spec import VariableSpec, apply_update
-from phalanx.core.variables import Variable
+from phalanx.core.variables import traced_variables
+from phalanx.core.variables.variable import Variable
+from phalanx.core.variables.variable_spec import VariableSpec, apply_update
 from phalanx.errors import DivergenceError, InvalidValueError, UnsupportedError
 from phalanx.runtime import compat
 from phalanx.runtime.devices import short_name

@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 
-from phalanx.core import context as ctx, input_requests, traced_variables
-from phalanx.core.bundles import STATE
+from phalanx.core import context as ctx, input_requests
+from phalanx.core.variables import traced_variables
+from phalanx.core.variables.bundles import STATE
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import uninterrupted
 from phalanx.runtime.turns import Turn, Turns
 
 if TYPE_CHECKING:
-    from phalanx.core.elsewhere import Home
-    from phalanx.core.variables import Variable
+    from phalanx.core.variables.recorded_updates import Home
+    from phalanx.core.variables.variable import Variable
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 if TYPE_CHECKING:
-    from phalanx.core.elsewhere import Home
+    from phalanx.core.variables.recorded_updates import Home
 
 STATE = threading.RLock()
 """Guards what variables hold. Held while programs start, because they overwrite their inputs."""

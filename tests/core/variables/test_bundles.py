@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import phalanx as px
-from phalanx.core.bundles import Bundle, Holder
+from phalanx.core.variables.bundles import Bundle, Holder
 
 DEVICES = [f"CPU:{i}" for i in range(2)]
 

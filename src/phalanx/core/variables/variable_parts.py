@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core import context as ctx
-from phalanx.core.distributed_variables import MirroredVariable, SyncOnReadVariable
 from phalanx.core.options import VariableAggregation
 from phalanx.core.regions import Flat, Region, region_of, whole
-from phalanx.core.sliced_variables import SlicedVariable
 from phalanx.core.values import PerReplica
-from phalanx.core.variables import Variable
+from phalanx.core.variables.distributed_variables import MirroredVariable, SyncOnReadVariable
+from phalanx.core.variables.sliced_variables import SlicedVariable
+from phalanx.core.variables.variable import Variable
 from phalanx.runtime.placement import place
 
 __all__ = [

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import context as ctx, traced_variables, transactions
-from phalanx.core.bundles import Holder
+from phalanx.core import context as ctx
 from phalanx.core.indexed_slices import IndexedSlices, checked_slices
 from phalanx.core.name_scopes import in_scope
 from phalanx.core.operators import ArrayOperators, operand_of
@@ -25,7 +24,9 @@ from phalanx.core.options import VariableAggregation, VariableSynchronization, c
 from phalanx.core.replica_context import MergePoint, meet
 from phalanx.core.structure import Leaf
 from phalanx.core.values import DistributedValues
-from phalanx.core.variable_spec import (
+from phalanx.core.variables import traced_variables, transactions
+from phalanx.core.variables.bundles import Holder
+from phalanx.core.variables.variable_spec import (
     InitialValue,
     VariableReference,
     VariableSpec,

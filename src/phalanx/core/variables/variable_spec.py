@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.core import traced_variables
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.operators import operand_of
 from phalanx.core.options import VariableAggregation, VariableSynchronization
 from phalanx.core.values import DistributedValues
+from phalanx.core.variables import traced_variables
 from phalanx.errors import InvalidValueError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
 
 if TYPE_CHECKING:
-    from phalanx.core.variables import Variable
+    from phalanx.core.variables.variable import Variable
 
 
 @dataclass(frozen=True)
