@@ -1,5 +1,6 @@
 """All tests run on eight logical CPU devices, made the way a user would make them."""
 
+import gc
 import os
 import signal
 import sys
@@ -43,3 +44,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 px.config.set_logical_device_configuration(
     px.config.list_physical_devices("CPU")[0], [px.config.LogicalDeviceConfiguration()] * 8
 )
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and ten thousand tests alone when garbage is looked for."""
+    gc.collect()
+    gc.freeze()
