@@ -37,11 +37,12 @@ def test_what_is_read_is_what_was_written(seed: int) -> None:
     lane = Lane(SIZE)
     memory = open_shared(lane.description)
     lane.close_descriptor()
-    unanswered: deque[tuple[list[Any], list[Any], int]] = deque()
+    unanswered: deque[tuple[list[bytes], list[Any], list[Any], Any]] = deque()
     placed_in_all = 0
     for number in range(400):
         buffers = [b"request", *(buffer(rng, number) for _ in range(rng.randrange(3)))]
-        placed = lane.place(buffers) if lane.fits(buffers) else (None, 0)
+        given = [bytes(memoryview(b)) for b in buffers]
+        placed = lane.place(buffers) if lane.fits(buffers) else (None, None)
         while placed is None:
             assert unanswered, "there is room when all have been answered"
             _check_and_release(lane, memory, *unanswered.popleft())
@@ -50,7 +51,7 @@ def test_what_is_read_is_what_was_written(seed: int) -> None:
         if request is not None:
             placed_in_all += 1
             assert sum(map(len, request)) < 65_536 * 2
-            unanswered.append((buffers, request, mark))
+            unanswered.append((given, buffers, request, mark))
         while unanswered and rng.random() < 0.4:
             _check_and_release(lane, memory, *unanswered.popleft())
     assert placed_in_all > 100
@@ -58,10 +59,18 @@ def test_what_is_read_is_what_was_written(seed: int) -> None:
 
 
 def _check_and_release(
-    lane: Lane, memory: memoryview, buffers: list[Any], request: list[Any], mark: int
+    lane: Lane,
+    memory: memoryview,
+    given: list[bytes],
+    buffers: list[Any],
+    request: list[Any],
+    mark: Any,
 ) -> None:
     found = restored(request, memory)
-    assert [bytes(b) for b in found] == [bytes(memoryview(b)) for b in buffers]
+    assert [bytes(b) for b in found] == given
+    assert [bytes(memoryview(b)) for b in buffers] == given  # to be sent again, if need be
+    for b in (b for b in buffers if len(b) >= 65_536):
+        assert np.shares_memory(np.frombuffer(b, np.uint8), lane.bytes), "the array can be freed"
     assert all(np.frombuffer(b, np.uint8).ctypes.data % 64 == 0 for b in found if len(b) > 65_536)
     lane.release(mark)
 

@@ -56,8 +56,10 @@ class Lane(SharedMemory):
         sizes = [_in_pages(len(b)) for b in buffers if len(b) >= _LARGE]
         return bool(sizes) and sum(sizes) <= self.size
 
-    def place(self, buffers: Sequence[Any]) -> tuple[list[Any], Placed] | None:
-        """Write large buffers into the lane.
+    def place(self, buffers: list[Any]) -> tuple[list[Any], Placed] | None:
+        """Write large buffers into the lane, where `buffers` has them afterwards.
+
+        So the arrays that they were can be freed, and the next ones take the same memory.
 
         Returns:
             The request to send, and what to give back with `release`; None if there is no room now.
@@ -74,9 +76,11 @@ class Lane(SharedMemory):
         entries, rest = [], list(buffers)
         for i, at in zip(large, places, strict=True):
             size = len(buffers[i])
-            self.bytes[at : at + size] = np.frombuffer(buffers[i], np.uint8)
+            written = self.bytes[at : at + size]
+            written[:] = np.frombuffer(buffers[i], np.uint8)
             entries.append(_ENTRY.pack(i, at, size))
             rest[i] = b""
+            buffers[i] = written.data
         return [bytes([LANED]) + b"".join(entries), *rest], Placed(places, sizes)
 
     def release(self, placed: Placed) -> None:
