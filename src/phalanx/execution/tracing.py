@@ -68,5 +68,11 @@ def trace_program(
         )
     if used.made:
         return used.made
+    if used.rewrites:
+        values = [None if v.home is not None else as_array(v._held()) for v in variables]
+        shardings = [getattr(x, "sharding", None) for x in [*values, *call.arrays]]
+        with activity.phase("trace"):
+            for rewrite in used.rewrites.values():
+                closed = rewrite(closed, shardings)
     kind = RemoteProgram if is_remote(closed, variables, used) else Program
     return kind(closed, variables, used, box["result"], name)

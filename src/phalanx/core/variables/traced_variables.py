@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -43,6 +43,8 @@ class VariableTrace:
         """Where the program should run, if a strategy with a single replica asked for a device."""
         self.after_runs: list[Callable[[int], None]] = []
         """What to call on the host after each run of the program, with the number of its steps."""
+        self.rewrites: dict[Any, Callable[[Any, Sequence[Any]], Any]] = {}
+        """What strategies make of the traced program before it is compiled; see `rewrite_program`."""
         self.spans_workers = False
         """Whether replicas of other processes take part in it."""
         self.seconds: float | None = None
@@ -318,6 +320,19 @@ def in_program() -> bool:
 def enclosing() -> list[VariableTrace]:
     """The traces of the programs that this thread is tracing, the innermost last."""
     return [x for x in _current.stack if x is not None]
+
+
+def rewrite_program(key: Any, rewrite: Callable[[Any, Sequence[Any]], Any]) -> None:
+    """Change the program that is being traced before it is compiled; do nothing if none is.
+
+    Args:
+        key: of which the first one counts.
+        rewrite: takes the closed jaxpr and the shardings of its inputs, as far as they are known, and
+            returns another jaxpr.
+    """
+    traced = next((x for x in enclosing() if not isinstance(x, Substitution)), None)
+    if traced is not None:
+        traced.rewrites.setdefault(key, rewrite)
 
 
 def after_each_run(fn: Callable[[int], None]) -> None:
