@@ -213,15 +213,16 @@ def test_a_send_to_a_frozen_rank_has_a_deadline() -> None:
     assert "phalanx: worker 0 waits for worker 1 at " in shown
 
 
-def test_a_worker_that_owes_a_message_proves_no_deadlock() -> None:
+def test_a_worker_that_owes_a_message_computes_and_does_not_wait() -> None:
+    """So it is the one that is late, and no deadlock is proved."""
     status = WorkerStatus()
     wait = PeerWait(status, "recv", "here", lambda: [1])
     with wait, wait.blocking():
-        began = wait.since
-        assert wait.report(began, is_single=True)["blocks"]
+        later = wait.since + 60
+        assert status.long_peer_waits(later) == [wait]
         status.promised[7] = "send to rank 1"
-        assert not wait.report(began, is_single=True)["blocks"]
+        assert status.long_peer_waits(later) == []
         with status.keeping(7):
             pass
-        assert wait.report(began, is_single=True)["blocks"]
-        assert wait.since == status.kept > began  # the receiver has a while to go on
+        assert status.long_peer_waits(later) == [wait]
+        assert wait.since == status.kept  # the receiver has a while to go on

@@ -138,3 +138,21 @@ def test_what_another_thread_has_closed_is_no_obstacle() -> None:
     again.close()
     other.close()
     poller.close()
+
+
+def test_a_loop_that_spins_does_all_that_others_do() -> None:
+    loop = EventLoop("spinning").start()
+    loop.spin()
+    ours, theirs = socket.socketpair()
+    got, later = threading.Semaphore(0), threading.Event()
+    loop.call(lambda: loop.watch(ours, READ, lambda _: (ours.recv(1), got.release())[1]))
+    for _ in range(200):
+        theirs.send(b"x")
+        assert got.acquire(timeout=20)
+    assert [loop.call(lambda i=i: i) for i in range(200)] == list(range(200))  # type: ignore[misc]
+    loop.call(lambda: loop.call_later(0.01, later.set))
+    assert later.wait(20)
+    loop.close()
+    assert not loop.is_alive
+    for sock in (ours, theirs):
+        sock.close()

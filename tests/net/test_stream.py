@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx import errors
-from phalanx.net import stream as module
+from phalanx.net import spinning, stream as module
 from phalanx.net.framing import Limits, ProtocolError
 from phalanx.net.stream import Stream
 
@@ -89,3 +89,51 @@ def test_waiting_can_be_interrupted(pair: tuple[Stream, Stream]) -> None:
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_answer_that_comes_soon_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (Stream(sock, LIMITS, spins=True) for sock in socket.socketpair())
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks % 3 == 0:
+            one.send([b"soon"], looks, SECONDS)
+
+    monkeypatch.setattr(spinning, "_yield_processor", look)
+    monkeypatch.setattr(spinning, "_MOMENT", SECONDS)
+    with two.socket, one.socket:
+        one.send([b""], 1, SECONDS)
+        assert two.receive(SECONDS).number == 1
+        assert looks == 0, "nothing is known of this peer"
+        assert [two.receive(SECONDS).number for _ in range(2)] == [3, 6]
+        monkeypatch.setattr(spinning, "_MOMENT", 0.0)
+        one.send([b""], 7, SECONDS)
+        assert two.receive(SECONDS).number == 7
+        with pytest.raises(errors.DeadlineExceededError):
+            two.receive(0.3)
+        assert looks == 6, "nobody looks for what does not come soon"
+
+
+def test_an_answer_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (Stream(sock, LIMITS, spins=True) for sock in socket.socketpair())
+    is_asleep = threading.Event()
+    fill = Stream._fill
+
+    def filled(stream: Stream, flags: int) -> int:
+        if not flags:
+            is_asleep.set()
+        return fill(stream, flags)
+
+    monkeypatch.setattr(Stream, "_fill", filled)
+    with two.socket, one.socket:
+        one.send([b""], 1, SECONDS)
+        two.receive(SECONDS)
+        is_asleep.clear()
+        answer = threading.Thread(
+            target=lambda: is_asleep.wait(SECONDS) and one.send([b"late"], 2, SECONDS)
+        )
+        answer.start()
+        assert two.receive(SECONDS).number == 2
+        answer.join(SECONDS)

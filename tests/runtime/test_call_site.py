@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import sysconfig
 import threading
@@ -16,7 +15,6 @@ import jax
 import pytest
 
 import phalanx
-from phalanx.runtime import call_site
 from phalanx.runtime.call_site import UNKNOWN, CallSite, caller, describe_traceback, where_is
 
 PHALANX = os.path.dirname(phalanx.__file__)
@@ -91,26 +89,6 @@ def test_the_line_of_another_thread() -> None:
 def test_a_thread_without_a_line_of_the_user_is_where_the_main_thread_is() -> None:
     with waiting(threading.Event.wait) as thread:
         assert "in test_a_thread_without_a_line" in where_is(thread.ident)
-
-
-def test_no_garbage_is_collected_while_frames_of_other_threads_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Python 3.11 corrupts them if finalizers let the other threads run meanwhile."""
-    collects: list[bool] = []
-    innermost = call_site._innermost
-
-    def look(*args: Any) -> Any:
-        collects.append(gc.isenabled())
-        return innermost(*args)
-
-    monkeypatch.setattr(call_site, "_innermost", look)
-    assert gc.isenabled()
-    where_is(threading.main_thread().ident)
-    call_site.lines_of(("Main",))
-    assert len(collects) >= 2
-    assert not any(collects)
-    assert gc.isenabled()
 
 
 def test_the_users_line_of_a_traceback() -> None:

@@ -1,4 +1,4 @@
-"""Hides private names of JAX from Phalanx and tries its features; run by `test_private.py`.
+"""Hides private names of JAX from Phalanx and tries its features; run by `test_private_names.py`.
 
 First, all names that Phalanx has a substitute for are hidden at once, while it is imported and trains.
 Then one name after the other. Prints what happened, as JSON.

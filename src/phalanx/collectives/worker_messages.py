@@ -64,8 +64,8 @@ def isend(
             with status.keeping(id(wait)):
                 world.check()
                 content = data if read is None else read(data)
-                with wait:
-                    mailbox.post(dst, topic, about, content.reshape(-1).view(np.uint8))
+            with wait:
+                mailbox.post(dst, topic, about, content.reshape(-1).view(np.uint8))
         except Exception as error:
             cause = world.explain(error, Notice(wait.what, call.site))
             cause.add_note(f"In send, launched at {call.site}.")

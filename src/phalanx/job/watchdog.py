@@ -36,7 +36,7 @@ class Observation:
     peers_since: float | None = None  # an operation of px.comm waits for other ranks
     input_since: float | None = None  # the program waits for its own input
     device_waits_since: float | None = None  # the newest program between workers has not finished
-    failed_since: float | None = None  # the job has a failure
+    failed_since: float | None = None  # this process knows that the job has a failure
     told: bool = False  # whether the program has been told of the failure by an exception
     is_idle: bool = False  # whether the process has hardly computed since the failure
     seconds: float | None = None  # how long the wait may take, if not as long as any
@@ -96,6 +96,40 @@ class WaitPolicy:
         self._shown = now
 
 
+class FailureClock:
+    """Since when this process knows of a failure, without the time in which it did not run.
+
+    A process that was frozen, and goes on after its job has failed, needs its grace like any other.
+
+    >>> clock = FailureClock()
+    >>> clock.look(False, 0.0, 0.5), clock.look(True, 1.0, 0.5), clock.look(True, 1.6, 0.5)
+    (None, 1.0, 1.0)
+    >>> clock.look(True, 9.6, 0.5)  # eight seconds later, of which it ran for one at most
+    8.0
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._looked = 0.0
+
+    def look(self, failed: bool, now: float, period: float) -> float | None:
+        """What the time is since which it knows; None if there is no failure.
+
+        Args:
+            failed: whether it knows of one.
+            now: the time, asked for after that.
+            period: after how many seconds it should look again.
+        """
+        if not failed:
+            return None
+        if self._since is None:
+            self._since = now
+        else:
+            self._since += max(0.0, now - self._looked - 2 * period)
+        self._looked = now
+        return self._since
+
+
 def _due(last: float | None, every: float, now: float) -> bool:
     return last is None or now - last >= every
 
@@ -126,6 +160,7 @@ class Watchdog:
         self._seen: dict[str, tuple[Any, float]] = {}
         self._gate: Gate | None = None
         self._gates: list[Any] = []
+        self._failure = FailureClock()
         self._failed_since: float | None = None
         self._computed = 0.0
         self._stopped = threading.Event()
@@ -177,8 +212,11 @@ class Watchdog:
 
     def _observe(self, now: float) -> Observation:
         member = self._member
-        if member.failure is not None and self._failed_since is None:
-            self._failed_since, self._computed = now, time.process_time()
+        is_new, failed = self._failed_since is None, member.failure is not None
+        # Not `now`: the process may have been frozen, and have heard of the failure, since then.
+        self._failed_since = self._failure.look(failed, time.monotonic(), self._period)
+        if is_new and failed:
+            self._computed = time.process_time()
         wait, status, peers = member.wait, member.status, member.status.long_peer_waits(now)
         reads, pending = status.phase == "input", status.pending
         is_ready = pending is None or _is_ready(pending)

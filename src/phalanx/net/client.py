@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import socket
 import threading
 import time
@@ -32,14 +33,17 @@ def connect(
     peer: str = "server",
     hint: str = "",
     name: str = "",
+    refusals: float = math.inf,
 ) -> socket.socket:
     """Connect, trying again until `timeout` has passed; both ends have then proved themselves.
 
     `hint` is what an error says of the reasons that a peer may not be there, and `name` where it
-    listens for processes of its own machine.
+    listens for processes of its own machine. Where a peer was before, nothing listens any more if it
+    has ended: after `refusals` seconds of that, it is given up.
     """
     host, port = split_address(address)
     end = time.monotonic() + timeout
+    answered = time.monotonic()
     while True:
         left = max(0.05, min(_ATTEMPT, end - time.monotonic()))
         try:
@@ -49,9 +53,13 @@ def connect(
             raise type(error)(f"{error} Address: {address}") from None
         except OSError as error:
             reason = _reason(error, host)
-        if time.monotonic() + _PAUSE >= end:
+            if not isinstance(error, ConnectionRefusedError):
+                answered = time.monotonic()
+        now = time.monotonic()
+        if now + _PAUSE >= end or now - answered >= refusals:
+            seconds = min(timeout, refusals)
             raise DeadlineExceededError(
-                f"The {peer} at {address} could not be reached within {timeout:g} seconds: {reason}. "
+                f"The {peer} at {address} could not be reached within {seconds:g} seconds: {reason}. "
                 f"{hint}Received: {shown(address)}"
             )
         time.sleep(_PAUSE)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from phalanx.net.spinning import Spinner
 from phalanx.runtime.futures import settle
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class Poller:
         self._poll: Any = select.epoll() if hasattr(select, "epoll") else select.poll()
         self._is_epoll = hasattr(self._poll, "close")
         self._masks: dict[int, int] = {}
+        self.spinner: Spinner | None = None
+        """If it shall look for what comes soon, instead of sleeping."""
 
     def watch(self, descriptor: int, mask: int) -> None:
         """Wait for `READ` and `WRITE` of a descriptor, or for neither. Do that before it is closed."""
@@ -60,6 +63,11 @@ class Poller:
 
     def wait(self, seconds: float) -> list[tuple[int, int]]:
         """The descriptors that are ready, and for what; [] if none is in time."""
+        if self.spinner is None or not seconds:
+            return self._sleep(seconds)
+        return self.spinner.wait(lambda: self._sleep(0), lambda: self._sleep(seconds))
+
+    def _sleep(self, seconds: float) -> list[tuple[int, int]]:
         timeout = seconds if self._is_epoll else math.ceil(seconds * 1000)
         ready: list[tuple[int, int]] = self._poll.poll(timeout)
         return ready
@@ -128,6 +136,10 @@ class EventLoop:
         return threading.current_thread() is self._thread
 
     # -- for any thread --------------------------------------------------------------------------
+
+    def spin(self) -> None:
+        """Look for what comes soon, instead of sleeping: for processes that do nothing else."""
+        self._poller.spinner = Spinner()
 
     def call_soon(self, action: Callable[[], None]) -> None:
         """Call something in the thread; nothing happens if the loop is over."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.errors import DeadlineExceededError
 from phalanx.net.framing import Decoder, Limits, Message, SendQueue, encode
+from phalanx.net.spinning import Spinner
 
 _TICK = 0.25  # seconds after which a wait looks at its deadline
 _REMINDER = 4.5  # seconds
@@ -22,9 +23,23 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class Stream:
-    """A connection for one thread. After any error it is closed, also after an interrupt."""
+    """A connection for one thread. After any error it is closed, also after an interrupt.
 
-    def __init__(self, sock: socket.socket, limits: Limits, decoder: Decoder | None = None) -> None:
+    Args:
+        sock: belongs to the stream from now on.
+        limits: how large messages may be.
+        decoder: if memory for buffers shall come from elsewhere.
+        spins: whether to look for answers that come soon instead of sleeping.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        limits: Limits,
+        decoder: Decoder | None = None,
+        *,
+        spins: bool = False,
+    ) -> None:
         # The system's own timeouts: Python's would cost another call of the system for each wait.
         sock.settimeout(None)
         tick = _TIMEVAL.pack(0, int(_TICK * 1e6))
@@ -33,6 +48,7 @@ class Stream:
         self.socket = sock
         self._limits = limits
         self._decoder = decoder or Decoder(limits)
+        self._spinner = Spinner() if spins else None
         self.bytes_in = self.bytes_out = 0
 
     def send(self, buffers: Sequence[Any], number: int, timeout: float) -> None:
@@ -83,13 +99,26 @@ class Stream:
         message = self._decoder.next()
         try:
             while message is None:
-                if not self._fill(0):
-                    self._wait(timeout, remind)
+                if self._spinner is None:
+                    self._sleep(timeout, remind)
+                else:
+                    self._spinner.wait(self._look, lambda: self._sleep(timeout, remind))
                 message = self._decoder.next()
         except BaseException:
             self.close()
             raise
         return message
+
+    def _look(self) -> int:
+        """Take what has come; how many bytes."""
+        return self._fill(socket.MSG_DONTWAIT)
+
+    def _sleep(self, timeout: float, remind: Callable[[float], None] | None) -> int:
+        """Wait until something has come."""
+        count = self._fill(0)
+        if not count:
+            self._wait(timeout, remind)
+        return count
 
     def _wait(self, timeout: float, remind: Callable[[float], None] | None) -> None:
         """Wait until something has come; one tick has passed already."""
@@ -107,7 +136,7 @@ class Stream:
         """The next message if all of it is there."""
         message = self._decoder.next()
         try:
-            while message is None and self._fill(socket.MSG_DONTWAIT):
+            while message is None and self._look():
                 message = self._decoder.next()
         except BaseException:
             self.close()

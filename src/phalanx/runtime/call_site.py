@@ -11,9 +11,7 @@ which the main thread is.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import importlib.util
 import itertools
 import os
@@ -21,9 +19,11 @@ import site
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, TracebackType
+
+from phalanx.runtime.thread_stacks import Place, thread_stacks
 
 UNKNOWN = "an unknown place"
 
@@ -85,7 +85,8 @@ def _position(code: CodeType, offset: int) -> tuple[CodeType, object]:
 def call_site(until: CodeType) -> CallSite:
     """The position of the caller, up to the frame that runs `until`."""
     path: list[tuple[CodeType, int]] = []
-    start = frame = sys._getframe(1)  # type: FrameType | None
+    start = sys._getframe(1)
+    frame: FrameType | None = start
     while frame is not None and frame.f_code is not until:
         if not is_internal(frame.f_code.co_filename):
             path.append((frame.f_code, frame.f_lasti))
@@ -110,32 +111,15 @@ def describe(frame: FrameType) -> str:
 
 def where_is(thread_id: int | None) -> str:
     """The user's line that another thread is executing, for messages about who is late."""
-    with _no_garbage_is_collected():
-        return _users_line(sys._current_frames().get(thread_id) if thread_id is not None else None)
+    stacks = thread_stacks()
+    return _users_place(stacks.get(thread_id or 0, []), stacks)
 
 
 def lines_of(names: tuple[str, ...]) -> list[str]:
     """The user's lines that threads are executing whose names begin so; without those that run none."""
-    with _no_garbage_is_collected():
-        frames = sys._current_frames()
-        chosen = [frames.get(t.ident or 0) for t in threading.enumerate() if t.name.startswith(names)]
-        return sorted({describe(f) for start in chosen if (f := _innermost(start, is_users))})
-
-
-@contextlib.contextmanager
-def _no_garbage_is_collected() -> Iterator[None]:
-    """While frames of other threads are looked at.
-
-    Python makes the object of a frame when it is asked for. If garbage is collected in that moment,
-    finalizers may let the other thread run, and the frame be gone before the object is its own.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    stacks = thread_stacks()
+    chosen = [stacks.get(t.ident or 0, []) for t in threading.enumerate() if t.name.startswith(names)]
+    return sorted({str(place) for places in chosen if (place := _first(places, is_users))})
 
 
 def describe_traceback(traceback: TracebackType | None) -> str:
@@ -176,14 +160,31 @@ def _is_foreign(filename: str) -> bool:
     return filename.startswith(_PACKAGES) or not filename.startswith(_PYTHON)
 
 
-def _users_line(frame: FrameType | None) -> str:
-    """The innermost line of the user from a frame on, else what comes nearest to it."""
+def _users_line(frame: FrameType) -> str:
+    """The innermost line of the user from a frame of this thread on, else what comes nearest to it."""
     found = users_frame(frame)
-    if found is None:
-        main = sys._current_frames().get(threading.main_thread().ident or 0)
-        found = _innermost(main, is_users) or _innermost(main, _is_shown)
-        found = found or _innermost(frame, _is_foreign) or _innermost(main, _is_foreign)
-    return UNKNOWN if found is None else describe(found)
+    if found is not None:
+        return describe(found)
+    places = []
+    start: FrameType | None = frame
+    while start is not None:
+        places.append(Place(start.f_code.co_filename, start.f_lineno, start.f_code.co_name))
+        start = start.f_back
+    return _users_place(places, thread_stacks())
+
+
+def _users_place(places: list[Place], stacks: dict[int, list[Place]]) -> str:
+    """The innermost place of the user where a thread is, else what comes nearest to it."""
+    main = stacks.get(threading.main_thread().ident or 0, [])
+    rules = (is_users, _is_shown)
+    found = _first(places, *rules) or _first(main, *rules)
+    found = found or _first(places, _is_foreign) or _first(main, _is_foreign)
+    return UNKNOWN if found is None else str(found)
+
+
+def _first(places: list[Place], *rules: Callable[[str], bool]) -> Place | None:
+    """The innermost place for which the first rule holds that holds for any."""
+    return next((x for rule in rules for x in places if rule(x.filename)), None)
 
 
 def _innermost(frame: FrameType | None, rule: Callable[[str], bool]) -> FrameType | None:

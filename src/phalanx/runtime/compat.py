@@ -69,6 +69,7 @@ _buffers_of = find("Making arrays without copies", "jax._src.array:ArrayImpl._ar
 _put = find("Copying to several devices at once", "jax._src.interpreters.pxla:batched_device_put")
 _first_copy = find("Taking one copy", "jax._src.array:ArrayImpl._fully_replicated_shard")
 _maker = find("Taking one copy", "jaxlib._jax:array_result_handler")
+_unchecked = {"_skip_checks": True} if "_skip_checks" in (_maker.__doc__ or "") else {}  # until 0.12
 _zero_copy = not isinstance(_Array, Missing) and not isinstance(_buffers_of, Missing)
 
 
@@ -169,7 +170,7 @@ def one_piece_taker(like: jax.Array, device: jax.Device | None = None) -> Callab
     """What takes one of the copies behind replicated arrays like this, on `device` if it can."""
     if device is None and _is_plain(like) and Missing not in (type(_first_copy), type(_maker)):
         first = _first_copy(like)
-        free = _maker(first.aval, first.sharding, committed=False, _skip_checks=True)
+        free = _maker(first.aval, first.sharding, committed=False, **_unchecked)
         return lambda x: free(_first_copy(x))
 
     def take(x: jax.Array) -> jax.Array:

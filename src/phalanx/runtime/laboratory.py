@@ -88,7 +88,7 @@ class LaboratoryProcess:
         if before:
             self.note("anew")
         else:
-            self.note("process", **about, place=int(task["index"]), address=address)
+            self.note("process", **about, address=address)
         atexit.register(self._exit)
 
     def _exit(self) -> None:

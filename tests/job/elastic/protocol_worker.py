@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+from phalanx.job.device_connections import cut_all
 from phalanx.job.elastic.visitor import NUMBER, GenerationEntry, Released, Visitor
 
 DEADLINE = 60.0  # seconds
@@ -53,7 +54,9 @@ def main(folder: Path, plan: str) -> int:
         if deed == "freeze":
             (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
-        if deed == "notice":
+        if deed == "cut":  # and what is told next must arrive all the same
+            cut_all()
+        if deed in ("notice", "cut"):
             os.kill(os.getpid(), signal.SIGTERM)
         if deed == "finish":
             visitor.finished(answer.generation)

@@ -71,6 +71,15 @@ def test_a_worker_with_a_notice_leaves_and_is_not_replaced(
     assert "is started" not in err
 
 
+def test_a_worker_whose_connections_are_cut_comes_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Worker 1 loses its connection to the launcher, and then wants to leave: both are known."""
+    assert play(tmp_path, "1.1=cut,0.2=finish", "--workers", "1:2") == 0
+    out = capfd.readouterr().out
+    assert "0 in 2: worker 0; worker 1 had lost its connections; worker 1 wants to leave" in out
+
+
 def test_when_all_have_left_the_job_ends_as_they_did(tmp_path: Path) -> None:
     assert play(tmp_path, "0.1=notice", "--workers", "1:1") == 143
 

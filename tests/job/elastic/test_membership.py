@@ -46,7 +46,7 @@ class World:
         self.members: dict[int, Process] = {}  # of the generation, dead or alive
         self.checkpoint: list[int] = []
         self.count = 0
-        self.asked = False
+        self.asked = self.made = False
         self.results: list[list[int]] = []
         self.failure: str | None = None
         for _ in range(size):
@@ -92,6 +92,7 @@ class World:
         steps = [len(p.applied) for p in members if p.holds]
         if generation.source is None:
             assert not steps
+            assert self.spread or not self.made, "what was made is forgotten"
             state = list(self.checkpoint)
         else:
             assert generation.step == max(steps)
@@ -119,6 +120,8 @@ class World:
                 process.begun += 1
         elif all(p.begun >= process.begun for p in self.members.values()):
             process.applied.append(len(process.applied))
+            self.made = True
+            self.do(self.job.made(process.number, len(process.applied), self.now))
 
     @property
     def failed(self) -> bool:
@@ -254,6 +257,40 @@ def test_a_lost_worker_is_named_when_too_few_are_left() -> None:
     assert isinstance(order, Fail)
     assert "needs at least 2 workers and has 1 (worker 0)" in order.text
     assert "worker 1 was killed by signal 9 (SIGKILL)" in order.text
+
+
+@pytest.mark.parametrize("recoverable", [True, False])
+def test_when_all_are_lost_only_a_checkpoint_has_the_state(recoverable: bool) -> None:
+    job, _ = start(WorkerLimits(1, 2, replacements=2), 2)
+    assert job.made(0, 1, 1.5) == []
+    assert job.gone(0, "was killed", 2.0) == [Spawn(1)]
+    assert job.gone(1, "was killed", 2.1) == [Spawn(1)]
+    job.started(2, "worker 0", 2.2)
+    [order] = job.arrived(2, 3.0, recoverable)
+    if recoverable:
+        assert isinstance(order, Begin)
+        assert order.generation.source is None
+    else:
+        assert isinstance(order, Fail)
+        assert "state of the training is lost" in order.text
+        assert "worker 0 was killed; worker 1 was killed" in order.text
+
+
+def test_when_all_are_lost_before_the_first_step_nothing_is() -> None:
+    job, _ = start(WorkerLimits(1, 1, replacements=1), 1)
+    assert job.gone(0, "was killed", 2.0) == [Spawn(1)]
+    job.started(1, "worker 0", 2.2)
+    [order] = job.arrived(1, 3.0)
+    assert isinstance(order, Begin)
+
+
+def test_a_worker_that_was_cut_off_is_named() -> None:
+    job, _ = start(WorkerLimits(1, 2), 2)
+    job.reconnected(1)
+    job.stopped(0, 3, True, 2.0)
+    [order] = job.stopped(1, 3, True, 2.1)
+    assert isinstance(order, Begin)
+    assert order.generation.reason == "worker 1 had lost its connections"
 
 
 def test_survivors_take_the_state_of_the_one_that_is_ahead() -> None:

@@ -10,7 +10,7 @@ from phalanx import errors
 from phalanx.job.hub.descriptions import Failure, Task
 from phalanx.job.hub.job_state import JobState
 from phalanx.job.hub.program_order import CODE, UNKNOWN
-from phalanx.job.hub.stack_requests import STACK_PATIENCE
+from phalanx.job.hub.stack_requests import SILENT_PATIENCE, STACK_PATIENCE
 from phalanx.net.framing import Limits, Message, encode
 
 
@@ -60,7 +60,8 @@ def test_all_are_told_when_all_have_joined():
     for peer in range(3):
         (ready,) = job.got(peer, "ready")
         assert [m["worker"] for m in ready["members"]] == ["worker 0", "worker 1", "worker 2"]
-        assert job.got(peer, "welcome") == [{"type": "welcome", "rank": peer, "size": 3}]
+        (welcome,) = job.got(peer, "welcome")
+        assert welcome == {"type": "welcome", "rank": peer, "size": 3, "name": f"worker {peer}"}
     assert [m["missing"] for m in job.got(0, "joined")] == [
         ["worker 1", "worker 2"],
         ["worker 2"],
@@ -413,6 +414,37 @@ def test_a_deadline_ends_the_job_with_the_stack_of_the_late_one():
     assert "worker 2 (pid 102 on h2), 10 seconds behind, in phase 'input' at b.py:9" in text
     assert 'worker 2:\nFile "load.py", line 3' in text
     assert job.state.failure.task == "worker 2"
+
+
+def test_workers_of_an_elastic_job_keep_their_names():
+    """A generation numbers its workers anew, but people know them by their places."""
+    state = JobState([Task("worker", 0, "h:1", "worker 2"), Task("worker", 1, "h:2", "worker 3")])
+    job = {"type": "join", "task_type": "worker"}
+    (_, welcome), *_ = state.handle(0, {**job, "task_id": 0}, 0.0)
+    assert (welcome["rank"], welcome["name"]) == (0, "worker 2")
+    state.handle(1, {**job, "task_id": 1}, 0.0)
+    assert [row["worker"] for row in state.rows(0.0)] == ["worker 2", "worker 3"]
+    ((_, failure),) = [x for x in state.lost(1, 1.0) if x[1]["type"] == "failure"]
+    assert failure["text"].startswith("worker 3 ")
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_frozen_one_is_named_at_the_deadline_without_its_stack(is_frozen):
+    job = Job(2)
+    for second in (1.0, 10.0):
+        job.now = second
+        job.say(0, {"type": "status", "phase": "wait", "sequence": 2, "site": "a.py:1"})
+        if second < 2.0 or not is_frozen:
+            job.say(1, {"type": "status", "phase": "step", "sequence": 1, "site": "b.py:9"})
+    job.now = 11.0
+    job.say(0, {"type": "deadline", "site": "a.py:1", "seconds": 10})
+    assert job.failures(0) == []
+    job.take(job.state.tick(11.0 + SILENT_PATIENCE))
+    assert len(job.failures(0)) == is_frozen
+    job.take(job.state.tick(11.0 + STACK_PATIENCE))
+    (text,) = job.failures(0)
+    assert "Late: worker 1 (pid 101 on h1)" in text
+    assert ("silent for 10 seconds" in text) == is_frozen
 
 
 @pytest.mark.parametrize(

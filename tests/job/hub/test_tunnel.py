@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,18 @@ def test_the_places_of_killed_processes_are_removed(monkeypatch, short_path):
     mine.remove()
     other.remove()
     assert list(short_path.iterdir()) == []
+
+
+def test_a_process_that_was_killed_before_it_had_the_lock_leaves_nothing(monkeypatch, short_path):
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (short_path / f"phalanx-socket-{ended.pid}-abc").mkdir()
+    fresh = short_path / f"phalanx-socket-{os.getpid()}-abc"  # another thread makes it right now
+    fresh.mkdir()
+    mine = PrivateSocket()
+    assert sorted(map(str, short_path.iterdir())) == sorted([str(fresh), mine.folder])
+    mine.remove()
 
 
 # -- with JAX's service -----------------------------------------------------------------------------

@@ -7,12 +7,14 @@ JAX for as many processes; the door says where it is.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from phalanx.errors import InvalidValueError
+from phalanx.job.elastic.letters import Letters
 from phalanx.job.elastic.membership import (
     Again,
     Begin,
@@ -26,7 +28,7 @@ from phalanx.job.elastic.membership import (
     Stop,
 )
 from phalanx.job.hub import fields
-from phalanx.job.hub.descriptions import Task
+from phalanx.job.hub.descriptions import Failure, Task
 from phalanx.job.hub.server import Hub
 from phalanx.net.addresses import join_address, listen
 from phalanx.net.client import connect
@@ -93,6 +95,7 @@ class Door:
         self._launcher, self._display = launcher, display
         self._loop = EventLoop("phalanx-door")
         self._connections: dict[int, Connection] = {}
+        self._letters: dict[int, Letters] = {}
         self._names: dict[int, str] = {}
         self._tasks: dict[Task, int] = {}
         self._hub: Hub | None = None
@@ -122,6 +125,12 @@ class Door:
     def membership(self) -> ElasticMembership:
         """Who is in."""
         return self._state
+
+    @property
+    def failure(self) -> Failure | None:
+        """What the workers of this generation know to be wrong, or None."""
+        hub = self._hub
+        return None if hub is None else hub.failure
 
     # -- what the launcher tells -----------------------------------------------------------------
 
@@ -173,7 +182,8 @@ class Door:
         )
 
     def _lost(self, connection: Connection, peer: list[int]) -> None:
-        # A process that starts anew in its place comes back; one that has died is told of by exited.
+        # A process whose network was gone comes back, and so does one that starts anew in its place;
+        # one that has died is told of by exited.
         if peer and self._connections.get(peer[0]) is connection:
             del self._connections[peer[0]]
 
@@ -189,10 +199,15 @@ class Door:
         worker = fields.whole(message, "worker")
         if worker not in self._names:
             raise InvalidValueError(f"There is no such worker. Received: {worker}")
-        peer[:] = [worker]
-        self._connections[worker] = connection
+        if kind == "back":
+            self._come_back(connection, peer, worker, message)
+            return
+        if not self._letters[worker].is_next(message):
+            return
         if kind == "arrived":
             self._do(self._state.arrived(worker, now, message.get("recoverable") is True))
+        elif kind == "made":
+            self._do(self._state.made(worker, fields.whole(message, "step"), now))
         elif kind == "stopped":
             step = fields.whole(message, "step")
             self._do(self._state.stopped(worker, step, message.get("holds") is True, now))
@@ -200,8 +215,23 @@ class Door:
             self._do(self._state.finished(worker, fields.whole(message, "step"), now))
         elif kind == "leaves":
             self._do(self._state.leaves(worker, now))
-        elif kind != "back":  # which only says that the connection is new
+        else:
             raise InvalidValueError(f"There is no such message. Received: {kind!r:.80}")
+
+    def _come_back(
+        self, connection: Connection, peer: list[int], worker: int, message: Mapping[str, Any]
+    ) -> None:
+        """A process has connected: for the first time, or because its connection had closed."""
+        peer[:] = [worker]
+        self._connections[worker] = connection
+        if message.get("anew") is True:
+            self._letters[worker] = Letters()
+            return
+        self._state.reconnected(worker)
+        letters = self._letters[worker]
+        connection.send({"type": "back", "heard": letters.heard})
+        for letter in letters.after(fields.whole(message, "heard")):
+            connection.send(letter)
 
     def _answer_resize(self, connection: Connection, received: Message, now: float) -> None:
         try:
@@ -244,24 +274,26 @@ class Door:
                 case End(worker):
                     self._launcher.end(worker)
                 case Fail(text):
-                    for worker in list(self._connections):
+                    for worker in list(self._letters):
                         self._send(worker, {"type": "failure", "text": text})
                     self._launcher.failed(text)
 
     def _send(self, worker: int, message: Mapping[str, Any]) -> None:
-        connection = self._connections.get(worker)
-        if connection is not None:
-            connection.send(message)
+        letters, connection = self._letters.get(worker), self._connections.get(worker)
+        if letters is not None:
+            letter = letters.written(message)  # which is sent later, if the worker comes back
+            if connection is not None:
+                connection.send(letter)
 
     def _begin(self, generation: Generation) -> None:
         addresses = [self._launcher.address_of(worker) for worker in generation.members]
-        tasks = [Task("worker", rank, at) for rank, at in enumerate(addresses)]
+        names = [self._names[worker] for worker in generation.members]
+        tasks = [Task("worker", i, *x) for i, x in enumerate(zip(addresses, names, strict=True))]
         self._tasks = dict(zip(tasks, generation.members, strict=True))
         old, self._hub = self._hub, None
         if len(tasks) > 1:
             self._hub = Hub(tasks, self._token, self._host, cause_of_death=self._cause_of_death)
             self._hub.start()
-        names = [self._names[worker] for worker in generation.members]
         if self._display is not None:
             self._display.generation(generation, names, self._hub)
         about = {
@@ -297,7 +329,7 @@ def _close(hub: Hub) -> None:
         hub.close()
 
 
-def connect_to_door(address: str, token: str, timeout: float) -> Any:
-    """Connect to a door, trying again until `timeout` has passed."""
+def connect_to_door(address: str, token: str, timeout: float, refusals: float = math.inf) -> Any:
+    """Connect to a door, trying again until `timeout` has passed; see `phalanx.net.client.connect`."""
     hint = "It runs in the launcher: phalanx run --workers MIN:MAX. "
-    return connect(address, token.encode(), DOOR, timeout, peer="door", hint=hint)
+    return connect(address, token.encode(), DOOR, timeout, peer="door", hint=hint, refusals=refusals)

@@ -270,6 +270,18 @@ class ElasticMembership:
         self._progress = max(self._progress, step)
         return self._settle(now)
 
+    def made(self, worker: int, step: int, now: float) -> list[Order]:
+        """A member has made steps: there is a state to lose."""
+        if worker in self._workers:
+            self._progress = max(self._progress, step)
+        return []
+
+    def reconnected(self, worker: int) -> None:
+        """The process of a worker is there again, whose connection to the door had closed."""
+        found = self._workers.get(worker)
+        if found is not None and found.generation:
+            self._news.append(f"{found.name} had lost its connections")
+
     def leaves(self, worker: int, now: float) -> list[Order]:
         """A worker wants to leave after the next common step, as its machine will be taken away."""
         found = self._workers.get(worker)

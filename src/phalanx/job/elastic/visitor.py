@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import AbortedError, HubLostError, InvalidValueError
+from phalanx.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    HubLostError,
+    InvalidValueError,
+    PhalanxError,
+    UnavailableError,
+)
 from phalanx.job.elastic.door import connect_to_door
+from phalanx.job.elastic.letters import Letters
 from phalanx.net.client import RequestClient
 from phalanx.net.framing import Message
 from phalanx.runtime.formatting import shown
@@ -25,6 +34,8 @@ ADDRESS, NUMBER = "PHALANX_DOOR", "PHALANX_DOOR_NUMBER"
 _log = logging.getLogger("phalanx")
 
 _CONNECT = 60.0  # seconds
+_CONNECT_AGAIN = 15.0  # seconds
+_REFUSALS = 1.0  # seconds after which a launcher at whose address nothing listens has ended
 _SAY_EVERY = 60.0  # seconds
 
 
@@ -94,6 +105,8 @@ class Released:
 class Visitor:
     """One worker's connection to the door. Made by `find`.
 
+    If the connection closes, it is made again: the network of a worker may be gone for a moment.
+
     Args:
         address: of the door.
         token: the job's secret.
@@ -101,17 +114,29 @@ class Visitor:
     """
 
     def __init__(self, address: str, token: str, number: int) -> None:
-        self._number = number
+        self._address, self._token, self._number = address, token, number
         self._changed = threading.Condition()
         self._answer: GenerationEntry | Released | str | None = (
             None  # a string is why the job has failed
         )
+        self._letters = Letters()
+        self._client: RequestClient | None = None
         self._is_closed = False
         self._wants_stop: bool | None = None  # whether with a checkpoint
         self._on_stop: Callable[[], None] = lambda: None
-        sock = connect_to_door(address, token, _CONNECT)
-        self._client = RequestClient(sock, "phalanx-visitor", self._handle, self._closed).start()
-        self._tell("back")
+        self._connect(connect_to_door(address, token, _CONNECT), anew=True)
+
+    def _connect(self, sock: socket.socket, anew: bool) -> None:
+        client = RequestClient(sock, "phalanx-visitor", self._handle, self._closed)
+        with self._changed:
+            if self._is_closed:
+                sock.close()
+                return
+            self._client = client
+            about = {"worker": self._number, "anew": anew, "heard": self._letters.heard}
+            client.send({"type": "back", **about})
+            self._changed.notify_all()
+        client.start()
 
     @classmethod
     def find(cls) -> Visitor | None:
@@ -145,14 +170,30 @@ class Visitor:
             self._answer = None
         self._tell("finished", step=step)
 
+    def made(self, step: int) -> None:
+        """Say that there is a state to lose: so many steps have been made."""
+        self._tell("made", step=step)
+
     def leave(self) -> None:
-        """Say that this worker wants to leave after the next common step."""
-        self._tell("leaves")
+        """Say that this worker wants to leave after the next common step. For signal handlers, too."""
+        # Not in this thread: the handler may have interrupted it while it had the lock of a queue.
+        thread = threading.Thread(
+            target=self._tell, args=("leaves",), name="phalanx-leave", daemon=True
+        )
+        thread.start()
 
     def _tell(self, kind: str, **about: Any) -> None:
-        self._client.send({"type": kind, "worker": self._number, **about})
+        with self._changed:
+            letter = self._letters.written({"type": kind, "worker": self._number, **about})
+            if self._client is not None:
+                self._client.send(letter)
 
     # -- what it hears ---------------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the launcher could not be reached again."""
+        return self._is_closed
 
     @property
     def wants_stop(self) -> bool:
@@ -176,7 +217,7 @@ class Visitor:
         """Wait until this worker is let in, or may end.
 
         It lasts as long as the launcher says nothing else. The end of the launcher, and a job that has
-        failed, are errors.
+        failed, are errors. A connection that has closed is made again before.
         """
         begun = told = time.monotonic()
         with self._changed:
@@ -191,9 +232,31 @@ class Visitor:
             raise AbortedError(answer)
         if answer is None:
             raise HubLostError(
-                "The connection to the launcher has closed: it has ended, or its machine is down."
+                "The connection to the launcher has closed: it has ended, or its machine is down. "
+                f"Received: {self._address}, which could not be reached again"
             )
         return answer
+
+    def is_reachable(self) -> bool:
+        """Whether the launcher answers; waits for a connection that is being made again."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._client is not None or self._is_closed, 2 * _CONNECT_AGAIN
+                )
+                client = self._client
+            if client is None:
+                return False
+            try:
+                client.request({"type": "list"}, timeout=_CONNECT_AGAIN)
+            except DeadlineExceededError:
+                return False
+            except UnavailableError:  # it has closed just now
+                with self._changed:
+                    if self._client is client:
+                        self._client = None
+                continue
+            return True
 
     def wait_for_end(self) -> Released | None:
         """Wait until all have come to their end; None if this worker is needed once more."""
@@ -202,13 +265,24 @@ class Visitor:
 
     def close(self) -> None:
         """End the connection."""
-        self._client.close()
+        with self._changed:
+            self._is_closed = True
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     def _handle(self, message: Message) -> None:
         fields = message.fields
         kind = fields.get("type")
         callback: Callable[[], None] = lambda: None  # noqa: E731
         with self._changed:
+            if kind == "back":  # what the door has of this worker
+                for letter in self._letters.after(int(fields["heard"])):
+                    if self._client is not None:
+                        self._client.send(letter)
+                return
+            if not self._letters.is_next(fields):
+                return
             if kind == "begin":
                 self._answer, self._wants_stop = GenerationEntry.from_message(fields), None
             elif kind == "release":
@@ -225,5 +299,17 @@ class Visitor:
 
     def _closed(self) -> None:
         with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+            self._client = None  # until there is another connection
+            if self._is_closed:
+                return
+        threading.Thread(target=self._connect_again, name="phalanx-visitor-again", daemon=True).start()
+
+    def _connect_again(self) -> None:
+        try:
+            sock = connect_to_door(self._address, self._token, _CONNECT_AGAIN, _REFUSALS)
+            self._connect(sock, anew=False)
+        except PhalanxError as error:
+            _log.warning("The launcher is not there: %s", error)
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify_all()

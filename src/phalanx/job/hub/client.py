@@ -20,12 +20,13 @@ from phalanx.errors import DeadlineExceededError, PhalanxError, UnavailableError
 from phalanx.job.hub.connect import connect_to_hub
 from phalanx.job.hub.descriptions import Failure, is_broken_connection, shorten
 from phalanx.job.hub.worker_reports import LONGEST_SITE, Reporter
-from phalanx.job.hub.worker_status import Waiting, WorkerStatus, all_stacks
+from phalanx.job.hub.worker_status import Waiting, WorkerStatus
 from phalanx.job.hub.worker_table import WorkerTable
 from phalanx.net.client import RequestClient
 from phalanx.net.framing import Message
 from phalanx.runtime import laboratory
 from phalanx.runtime.deadlines import worker_deadline
+from phalanx.runtime.thread_stacks import all_stacks
 
 _log = logging.getLogger(__name__)
 
@@ -411,6 +412,7 @@ class Member:
         with self._changed:
             if kind == "welcome":
                 self.rank, self.size = message["rank"], message["size"]
+                self.task = str(message["name"])
             elif kind == "joined":
                 self._arrivals.append(message)
             elif kind == "ready":

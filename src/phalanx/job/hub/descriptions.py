@@ -20,7 +20,7 @@ LONGEST_TEXT = 64 * 1024
 
 @dataclass(frozen=True, order=True)
 class Task:
-    """One process of a job: its type, its index, and its address.
+    """One process of a job: its type, its index, its address, and its name for people.
 
     >>> print(Task("worker", 1, "host1:2222"))
     worker 1
@@ -29,9 +29,10 @@ class Task:
     type: str
     id: int
     address: str = field(default="", compare=False)
+    name: str = field(default="", compare=False, repr=False)
 
     def __str__(self) -> str:
-        return f"{self.type} {self.id}"
+        return self.name or f"{self.type} {self.id}"
 
 
 _ERRORS: dict[str, type[errors.PhalanxError]] = {

@@ -20,6 +20,7 @@ from phalanx.job.hub.descriptions import Failure, Task, describe_exit, shorten
 from phalanx.job.hub.program_order import MOST_CODES, Agreement
 from phalanx.job.hub.progress import Frontier, TaskRecord, describe_place
 from phalanx.job.hub.stack_requests import (
+    SILENT_PATIENCE,
     STACK_PATIENCE,
     Out,
     StackRequest,
@@ -239,7 +240,8 @@ class JobState:
         record.peer, record.state, record.info, record.heard = peer, "joined", info, now
         record.status = {"phase": "start"}
         self._by_peer[peer] = record
-        out: list[Out] = [(peer, {"type": "welcome", "rank": record.rank, "size": len(self._records)})]
+        place = {"rank": record.rank, "size": len(self._records), "name": str(record.task)}
+        out: list[Out] = [(peer, {"type": "welcome", **place})]
         if self._failure is not None:
             return [*out, (peer, {"type": "failure", **self._failure.as_dict()})]
         here = {"type": "joined", "worker": str(record.task), **info, "missing": self._missing_names()}
@@ -330,9 +332,8 @@ class JobState:
     def _fail_message(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         kind, text = fields.label(message, "kind"), fields.text(message, "text")
         out = self._fail(Failure(kind, text, str(record.task)))
-        return (
-            out if message.get("request") is None else out + self._answer(record, acknowledged(message))
-        )
+        is_asked = message.get("request") is not None
+        return out + self._answer(record, acknowledged(message)) if is_asked else out
 
     def _broken(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         """A member lost a connection to another member; that tells nothing yet if all are there."""
@@ -363,9 +364,9 @@ class JobState:
         others = [s for s in self._joined() if s is not record]
         late = late or [s for s in others if s.rank in ranks] or others
         final["late"] = [s.rank for s in late]
-        return self._stack_requests.ask(None, None, late, now + STACK_PATIENCE, final) + self._settle(
-            now
-        )
+        is_frozen = all(s.silence(now) for s in late)  # who will hardly answer
+        until = now + (SILENT_PATIENCE if is_frozen else STACK_PATIENCE)
+        return self._stack_requests.ask(None, None, late, until, final) + self._settle(now)
 
     def _stack(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         self._stack_requests.answer(
@@ -467,9 +468,7 @@ class JobState:
             )
             return self._fail(Failure("deadline", text))
         rows = self.rows(now)
-        late = [
-            record for record in late if rows[record.rank]["quiet"]
-        ] or late  # it keeps up the others
+        late = [s for s in late if rows[s.rank]["quiet"]] or late  # it keeps up the others
         places = [describe_place(record, rows[record.rank]) for record in late]
         what = f" in {message['what']}" if message["what"] else ""
         source = "PHALANX_DEADLINE" + (", or the timeout of the call" if what else "")

@@ -11,6 +11,8 @@ from phalanx.job.hub.progress import TaskRecord
 
 STACK_PATIENCE = 5.0
 """For how many seconds members may be asked for their stacks before the rest must do without."""
+SILENT_PATIENCE = 0.5
+"""The same for members of which nothing has been heard for a while, as of frozen ones."""
 
 Out = tuple[int, dict[str, Any]]
 """A message and the peer that it is for."""

@@ -22,6 +22,7 @@ from phalanx.job.hub.connect import COORDINATION, connect_to_hub
 from phalanx.net.event_loop import EventLoop
 from phalanx.net.listener import Acceptor
 from phalanx.net.relay import Relay
+from phalanx.runtime.processes import is_alive
 
 _PREFIX = "phalanx-socket-"
 _LONGEST_PATH = 90  # bytes; systems allow about a hundred
@@ -37,9 +38,9 @@ class PrivateSocket:
 
     def __init__(self) -> None:
         place = tempfile.gettempdir()
-        place = place if len(place) < _LONGEST_PATH - 30 else "/tmp"
+        place = place if len(place) < _LONGEST_PATH - 40 else "/tmp"
         remove_left_behind(place)
-        self.folder = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
+        self.folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place)
         fresh = os.path.join(self.folder, "new")
         self._lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -56,13 +57,28 @@ class PrivateSocket:
 def remove_left_behind(place: str) -> None:
     """Remove the folders in a place whose processes have ended without doing so."""
     for folder in Path(place).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or just made, or just removed
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # another user's, or just removed
+            try:
+                lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:  # just made, or its process was killed before it had the lock
+                if not is_alive(_owner_of(folder.name)):
+                    shutil.rmtree(folder, ignore_errors=True)
+                continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def _owner_of(name: str) -> int:
+    """The process that has made a folder.
+
+    >>> _owner_of("phalanx-socket-31-x7-y")
+    31
+    """
+    pid = name.removeprefix(_PREFIX).partition("-")[0]
+    return int(pid) if pid.isdigit() else os.getpid()  # of a version that did not say
 
 
 class Tunnel:

@@ -7,10 +7,8 @@ A torn read shows a step next to the site of the one before, which does no harm.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,7 +38,7 @@ class WorkerStatus:
         peer_waits: the operations of px.comm that are under way.
         operations: how many operations of px.comm this worker has begun, by their members.
         promised: the messages to others whose contents are still being computed.
-        kept: when the last of them was sent.
+        kept: when the last of them was computed.
 
     >>> status = WorkerStatus()
     >>> status.begin(3, {"operation": "all_reduce"})
@@ -95,14 +93,19 @@ class WorkerStatus:
         return range(max(sequence, self.sequence - _REMEMBERED) + 1, self.sequence + 1)
 
     def long_peer_waits(self, now: float) -> list[PeerWait]:
-        """The operations of px.comm that have waited for others for a moment."""
+        """The operations of px.comm that have waited for others for a moment.
+
+        There is none while this worker owes others a message: it computes, and they wait for it.
+        """
+        if self.promised:
+            return []
         waits = list(self.peer_waits.values())  # at once: other threads change it
         waits = sorted((w for w in waits if now - w.since >= _MOMENT), key=lambda wait: wait.since)
         return [w for w in waits if w.ranks()][:_MOST_REPORTED]
 
     @contextlib.contextmanager
     def keeping(self, number: int) -> Iterator[None]:
-        """Send a message that was promised; a context manager."""
+        """Compute a message that was promised; a context manager."""
         try:
             yield
         finally:
@@ -190,10 +193,8 @@ class PeerWait:
 
     @property
     def blocks(self) -> bool:
-        """Whether some thread of the program waits for the operation, and no message is still to come
-        of what the devices compute.
-        """  # noqa: D205
-        return bool(self._blocked) and not self._status.promised
+        """Whether some thread of the program waits for the operation."""
+        return bool(self._blocked)
 
     def ranks(self) -> list[int]:
         """Who is waited for at the moment."""
@@ -250,14 +251,3 @@ class Waiting:
             if cause is not None:
                 raise cause from error
         return False
-
-
-def all_stacks() -> str:
-    """The Python stacks of all threads of this process, except the calling one."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    texts = []
-    for ident, frame in sorted(sys._current_frames().items()):
-        if ident != threading.get_ident():
-            lines = "".join(traceback.format_stack(frame))
-            texts.append(f"Thread {names.get(ident, ident)}:\n{lines}")
-    return "\n".join(texts)

@@ -36,6 +36,9 @@ from phalanx.job.registry import RunningJob, announced
 __all__ = ["ElasticDisplay", "run_elastic_job"]
 
 
+_LOST = ("died", "left", "deadline", "hub")  # kinds of failures after which the others go on
+
+
 class ElasticDisplay(JobDisplay, Protocol):
     """Shows an elastic job to people."""
 
@@ -82,11 +85,16 @@ def run_elastic_job(job: Job, view: ElasticDisplay, limits: WorkerLimits, size: 
             controller=workers,
             spawn=job.spawn,
         )
-        failure = Failure("elastic", workers.failure) if workers.failure else None
+        failure = Failure("elastic", workers.failure) if workers.failure else _blamed(door.failure)
     result = judge(tasks, outcome, failure)
     if result.exit_code != 0:
         view.failed(result, False)
     return result
+
+
+def _blamed(failure: Failure | None) -> Failure | None:
+    """A failure of the program, which ends the job; that a worker was lost does not."""
+    return None if failure is None or failure.kind in _LOST else failure
 
 
 class _Workers:
