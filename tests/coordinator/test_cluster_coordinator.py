@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import shutil
 import signal
 import threading
 import weakref
@@ -20,7 +21,7 @@ from tests.coordinator.jobs import Gate, Job
 from tests.processes import signalled_soon
 
 import phalanx as px
-from phalanx.coordinator import cluster_coordinator, worker_service
+from phalanx.coordinator import checkpoints, cluster_coordinator, worker_service
 from phalanx.coordinator.cluster_coordinator import ClusterCoordinator
 from phalanx.coordinator.values import NOTHING, load_error, load_value, pack_error, pack_value
 
@@ -96,6 +97,44 @@ def test_nothing_returned_is_none(coordinator: ClusterCoordinator) -> None:
     assert value.get() is None
 
 
+class Crowded(px.coordinator.RemoteValue):
+    """A value for which a second thread begins to wait while the first one does."""
+
+    second: threading.Thread | None = None
+
+    @property
+    def _bells(self) -> Any:  # type: ignore[override]
+        found = self.__dict__.get("bells")
+        if self.second is None:
+            self.second = threading.Thread(target=self.data)
+            self.second.start()
+            self.second.join(0.05)  # as far as it gets
+        return found
+
+    @_bells.setter
+    def _bells(self, bells: Any) -> None:
+        self.__dict__["bells"] = bells
+
+
+def test_several_threads_wait_for_one_value() -> None:
+    waiting, rung = threading.Semaphore(0), list[bool]()
+
+    def wait(value: px.coordinator.RemoteValue, bell: Any) -> None:
+        waiting.release()
+        rung.append(bell.wait(5.0))
+
+    value = Crowded(wait)
+    first = threading.Thread(target=value.data)
+    first.start()
+    assert waiting.acquire(timeout=jobs.TIMEOUT)
+    assert waiting.acquire(timeout=jobs.TIMEOUT)
+    value.settle(b"")
+    assert value.second is not None
+    for thread in (first, value.second):
+        thread.join(jobs.TIMEOUT)
+    assert rung == [True, True]
+
+
 def test_arguments_are_copied_when_scheduled(coordinator: ClusterCoordinator) -> None:
     array = np.ones(3)
     gate = Gate("copied")
@@ -139,6 +178,21 @@ def test_only_compiled_functions_are_scheduled(coordinator: ClusterCoordinator) 
     for wrong in (lambda: 1, 5, None):
         with pytest.raises(TypeError, match=r"px\.function.*Received"):
             coordinator.schedule(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("args", [5, "ab", np.ones(3), {"x": 1}])
+def test_arguments_are_a_tuple(coordinator: ClusterCoordinator, args: Any) -> None:
+    with pytest.raises(TypeError, match=r"args=\(x,\)"):
+        coordinator.schedule(double, args=args)
+    with pytest.raises(TypeError, match=r"args=\(x,\)"):
+        coordinator.create_per_worker_resource(dict, args)
+    assert int(coordinator.schedule(double, args=[2]).fetch()) == 4
+
+
+@pytest.mark.parametrize("kwargs", [[1], {1: 2}, "ab"])
+def test_keyword_arguments_have_names(coordinator: ClusterCoordinator, kwargs: Any) -> None:
+    with pytest.raises(TypeError, match="from names to values"):
+        coordinator.schedule(double, kwargs=kwargs)
 
 
 def test_what_cannot_be_sent_is_refused_at_once(coordinator: ClusterCoordinator) -> None:
@@ -391,6 +445,8 @@ def test_resources(coordinator: ClusterCoordinator) -> None:
     blocker.fetch()
     seen = {int(coordinator.schedule(read, args=(resource,)).fetch()) for _ in range(6)}
     assert seen <= {100, 110}
+    with pytest.raises(TypeError, match="a function that workers call"):
+        coordinator.create_per_worker_resource(5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Fetch it"):
         coordinator.create_per_worker_resource(make, (coordinator.schedule(double, args=(1,)),))
     coordinator.join()
@@ -561,6 +617,52 @@ def test_a_coordinator_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         coordinator.join()
         assert [int(c.numpy()) for c in counts] == [9] * 3
         assert int(coordinator.restored[-1].fetch()) == 2 * int(coordinator.restored[-2].fetch())
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_coordinator_that_dies_while_it_replaces_a_checkpoint_leaves_one(
+    exchanges: bool, tmp_path: Path, shared: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, coordinator = tmp_path / "checkpoint", shared.coordinator
+    (tmp_path / ".checkpoint.0123456789ab").mkdir()  # of one that died before
+    (tmp_path / ".checkpoint.other").mkdir()
+    if not exchanges:
+        monkeypatch.setattr(checkpoints, "exchange_names", lambda one, other: False)
+    coordinator.checkpoint(folder)
+    rename, remove, kept = Path.rename, shutil.rmtree, list[checkpoints.SavedState]()
+
+    def look() -> None:
+        kept.append(checkpoints.read(folder))  # what is there if it is killed now
+        assert any(kept[-1].folder.glob("ps-*.snapshot"))
+
+    def renamed(self: Path, target: Path) -> Path:
+        result = rename(self, target)
+        look()
+        return result
+
+    def removed(path: Path, **kwargs: Any) -> None:
+        look()
+        remove(path, **kwargs)
+        look()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", renamed)
+        patch.setattr(shutil, "rmtree", removed)
+        coordinator.checkpoint(folder)
+    assert {found.folder == folder for found in kept} == ({True} if exchanges else {True, False})
+    assert checkpoints.read(folder).folder == folder
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".checkpoint.other", "checkpoint"]
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_checkpoint_takes_the_place_of_nothing_else(
+    tmp_path: Path, coordinator: ClusterCoordinator, is_file: bool
+) -> None:
+    (tmp_path / "weights").write_text("of another program")
+    with pytest.raises(ValueError, match="a directory of its own"):
+        coordinator.checkpoint(tmp_path / "weights" if is_file else tmp_path)
+    assert (tmp_path / "weights").read_text() == "of another program"
+    assert [p.name for p in tmp_path.iterdir()] == ["weights"]
 
 
 def test_a_checkpoint_that_is_none(tmp_path: Path, shared: Job) -> None:

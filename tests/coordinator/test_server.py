@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import queue
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import phalanx as px
+from phalanx.coordinator import server as module
 from phalanx.job.launch.ports import PortReservation
 from phalanx.job.tokens import find_token
 from phalanx.net.client import connect
@@ -131,6 +135,30 @@ except KeyboardInterrupt:
         assert (rest, process.returncode) == ("interrupted\n", 0)
     else:
         assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_a_wait_for_the_others_is_not_silent(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ALONE", 0.01)
+    monkeypatch.setattr(module, "compute_in_calling_threads", lambda: None)  # for this process only
+    monkeypatch.delenv("PHALANX_HUB", raising=False)
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ear = logging.Handler()
+    monkeypatch.setattr(ear, "emit", lambda record: said.put(record.getMessage()))
+    module._log.addHandler(ear)
+    try:
+        with px.Server({"chief": ["localhost:1"], job: ["localhost:0"]}, job, 0) as server:
+            joined = threading.Thread(target=server.join)
+            joined.start()
+            assert re.search(
+                f"{job} 0 at .* no task has come yet.* chief 0 at localhost:1", said.get(timeout=20)
+            )
+            purpose = {"ps": "ps", "worker": "closures"}[job]
+            connect(address_of(server), find_token(True).encode(), {"for": purpose}, 5.0).close()
+    finally:
+        module._log.removeHandler(ear)
+    joined.join(20)
+    assert not joined.is_alive()
 
 
 def test_a_process_that_only_serves_computes_where_it_waits() -> None:

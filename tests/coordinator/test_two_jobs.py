@@ -76,6 +76,28 @@ def test_functions_use_the_variables_of_their_coordinator() -> None:
         assert (int(value.fetch()), int(mine), int(theirs)) == (1, 1, 0)
 
 
+def test_coordinators_have_nothing_in_common() -> None:
+    with Job(1, 1) as one, Job(1, 1) as other:
+        mine, theirs = (
+            iter(job.coordinator.create_per_worker_dataset(px.data.Dataset.range(first, 9)))
+            for job, first in ((one, 1), (other, 5))
+        )
+        take = px.function(next)
+        assert int(one.coordinator.schedule(take, args=(mine,)).fetch()) == 1
+        value = other.coordinator.schedule(take, args=(theirs,))
+        for foreign in (theirs, value, {"nested": [theirs]}):
+            with pytest.raises(ValueError, match="of another coordinator"):
+                one.coordinator.schedule(take, args=(foreign,))
+        with pytest.raises(ValueError, match="of another coordinator"):
+            one.coordinator.create_per_worker_resource(next, (theirs,))
+        one.coordinator.close()  # the next one numbers what workers have in the same way
+        first = one.coordinator.create_per_worker_dataset(px.data.Dataset.range(3))
+        with pytest.raises(ValueError, match="of another coordinator"):
+            one.coordinator.schedule(take, args=(mine,))
+        assert int(one.coordinator.schedule(take, args=(iter(first),)).fetch()) == 0
+        assert int(value.fetch()) == 5
+
+
 def test_variables_last_as_long_as_functions_that_use_them() -> None:
     with Job(1, 1) as job:
         kept = job.variable(0.0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import random
 import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ import pytest
 from phalanx import errors
 from phalanx.net.endpoint import Endpoint, dial
 from phalanx.net.stream import Stream
-from phalanx.parameter_server import server_link, wire
+from phalanx.parameter_server import server_link, service, wire
 from phalanx.parameter_server.client import ServerConnections
 from phalanx.parameter_server.durability import Durability
 from phalanx.parameter_server.local import LocalServers
@@ -283,12 +286,50 @@ def test_a_server_that_restarts_goes_on_from_its_log(tmp_path: Path, sync: bool)
         assert not list(tmp_path.glob("*/run-*")), "an ended run leaves nothing"
 
 
+def test_a_server_that_restarts_goes_on_from_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_CARE", 0.01)
+    kept = Durability("snapshot", interval=1000.0)
+    with running(2, tmp_path) as pair, connections(pair, durability=kept) as servers:
+        for v in (V, W):  # one for each server, so that its first snapshot has all of them
+            servers.create(v, np.zeros(v.shape, np.dtype(v.dtype)))
+        end, moment = time.monotonic() + SECONDS, threading.Event()
+        while len(list(tmp_path.glob("*/run-*/snapshot-00000001"))) < 2:
+            assert time.monotonic() < end
+            moment.wait(0.005)
+        for closure in range(3):
+            assert servers.push(Token(closure), [add(V), add(W)]) == Commit(True)
+        pair[1].restart()
+        assert [value_of(servers, x) for x in (V, W)] == [3.0, 0.0], "what came later is lost with it"
+        for closure in range(3, 5):  # but it goes on
+            assert servers.push(Token(closure), [add(V), add(W)]) == Commit(True)
+        assert [value_of(servers, x) for x in (V, W)] == [5.0, 2.0]
+
+
 def test_a_server_that_restarts_without_its_variables_is_named() -> None:
     with running(2) as pair, connections(pair) as servers:
         create_all(servers)
         pair[1].restart()
         with pytest.raises(errors.UnavailableError, match=r"ps task 1.*kept nothing"):
             servers.pull([Read(V), Read(W)])
+
+
+def test_a_server_that_ends_each_connection_is_named(
+    pair: list[RunningServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connections(pair, timeout=0.5) as servers:
+        create_all(servers)
+
+        def ends(*args: Any) -> Any:
+            raise ConnectionResetError("the peer closed the connection")
+
+        monkeypatch.setattr(server_link, "_TRY", 0.1)
+        monkeypatch.setattr(server_link, "greeted", ends)
+        cut(servers)
+        with pytest.raises(errors.UnavailableError, match="ps task 0"):
+            servers.pull([Read(V)])
+    assert "Waiting for the parameter server, ps task 0" in caplog.text
 
 
 def test_a_server_that_is_gone_is_named() -> None:
@@ -463,3 +504,23 @@ def test_an_interrupt_leaves_the_connections_usable(servers: ServerConnections) 
         servers.pull([Read(V)])
     assert servers.push(Token(0), [add(V), add(W)]) == Commit(True)
     assert value_of(servers, V) == 1.0
+
+
+def test_nobody_is_told_of_what_the_disk_does_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter([True])
+
+    def fails_once(file: int) -> None:
+        if next(failures, False):
+            raise OSError(errno.EIO, "Input/output error")
+
+    kept = Durability("log", sync=True)
+    with running(1, tmp_path) as servers, connections(servers, durability=kept) as job:
+        job.create(V, np.zeros((), np.float32))
+        monkeypatch.setattr(os, "fdatasync", fails_once)
+        assert job.push(Token(1), [add(V)]) == Commit(True)
+        assert value_of(job, V) == 1.0
+        servers[0].restart()
+        assert value_of(job, V) == 1.0
+    assert next(failures, False) is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ import optax
 import pytest
 
 from phalanx import errors
-from phalanx.parameter_server import wire
+from phalanx.parameter_server import durability, wire
 from phalanx.parameter_server.commands import perform
 from phalanx.parameter_server.durability import Durability, Keeper, default_folder, fresh_store
 from phalanx.parameter_server.journal import Journal, read_journal
@@ -190,6 +191,22 @@ def test_snapshots_are_taken_when_it_is_time(tmp_path: Path) -> None:
     assert state(resumed(tmp_path / "run")) == state(store)
 
 
+@pytest.mark.parametrize("last", SETUP)
+def test_what_is_new_is_in_a_snapshot_soon(tmp_path: Path, last: Any) -> None:
+    folder, store = tmp_path / "run", fresh_store()
+    keeper = Keeper.begin(folder, Durability("snapshot", interval=1000.0), now)
+    for buffers in [*(x for x in SETUP if x is not last), last, [b"other"]]:
+        if buffers != [b"other"]:
+            perform(store, buffers)
+        keeper.note(buffers)
+        keeper.take_care(store)
+        assert keeper._writer is None or keeper._writer.join(20) is None
+    assert [p.name for p in folder.glob("snapshot-*")] == ["snapshot-00000003"]
+    keeper.close()
+    again = resumed(folder)
+    assert (state(again), again.optimizers.keys()) == (state(store), store.optimizers.keys())
+
+
 def test_a_log_is_kept_short(tmp_path: Path) -> None:
     store = fresh_store()
     keeper = Keeper.begin(tmp_path / "run", Durability("log", limit=100), now)
@@ -258,6 +275,61 @@ def test_logs_are_written_over_older_ones(tmp_path: Path) -> None:
     assert state(resumed(folder)) == history[-1][1]  # though the process has not closed its log
     keeper.close()
     assert state(resumed(folder)) == history[-1][1]
+
+
+def test_what_survives_the_machine_has_a_name_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is on the disk is lost all the same if its folder does not name it there."""
+    on_disk: dict[str, set[str]] = {}  # what folders name, and files whose bytes are there
+    for name in ("fsync", "fdatasync"):
+        sync = getattr(os, name)
+
+        def noted(file: int, sync: Any = sync) -> None:
+            sync(file)
+            path = os.readlink(f"/proc/self/fd/{file}")
+            on_disk[path] = set(os.listdir(path)) if os.path.isdir(path) else set()
+
+        monkeypatch.setattr(os, name, noted)
+    folder = tmp_path / "servers" / "ps-1" / "run"
+    keeper = Keeper.begin(folder, Durability("log", sync=True), now)
+    store = fresh_store()
+    for number in range(3):
+        drive(keeper, store, number, 5)
+        keeper.sync()
+        logs = {f"log-{number:08d}"} | ({f"snapshot-{number:08d}"} if number else set())
+        for path in (folder, *list(folder.parents)[:2]):
+            assert path.name in on_disk[str(path.parent)]
+        assert on_disk[str(folder)] >= {"run.json", *logs}
+        assert on_disk.keys() >= {str(folder / name) for name in ("run.json", f"log-{number:08d}")}
+        keeper.snapshot(store).join(20)
+    keeper.close()
+
+
+def test_a_log_goes_on_if_there_can_be_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    keeper = Keeper.begin(folder, Durability("log"), now)
+    store = fresh_store()
+    drive(keeper, store, 1, 5)
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> Any:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durability, "Journal", full)
+        with pytest.raises(OSError, match="No space left"):
+            keeper.snapshot(store)
+    drive(keeper, store, 2, 5)
+    with open(folder / "log-00000000", "ab") as log:
+        log.write(b"torn")  # as a process leaves it that dies
+    assert state(resumed(folder)) == state(store)
+    keeper.snapshot(store).join(20)
+    drive(keeper, store, 3, 5)
+    keeper.close()
+    assert state(resumed(folder)) == state(store)
 
 
 def test_a_full_disk_is_said(tmp_path: Path) -> None:

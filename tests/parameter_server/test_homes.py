@@ -14,13 +14,17 @@ import optax
 import pytest
 
 import phalanx as px
+from phalanx.job.hub.descriptions import Task
+from phalanx.parameter_server import watch
 from phalanx.parameter_server.closure import closure
 from phalanx.parameter_server.durability import Durability
+from phalanx.parameter_server.home import ServersHome
 from phalanx.parameter_server.requests import Token
+from phalanx.parameter_server.session import Session
 from phalanx.parameter_server.snapshots import load_snapshot, records_of, write_snapshot
 from phalanx.parameter_server.store import Store
 from tests.parameter_server.jobs import Job
-from tests.parameter_server.running import connections, running
+from tests.parameter_server.running import KEY, SECONDS, connections, running
 
 FIXED = px.partitioners.FixedShardsPartitioner
 
@@ -238,3 +242,29 @@ def test_a_checkpoint_ignores_what_either_program_has_freed(tmp_path: Path) -> N
             found.load(str(tmp_path))
             assert (float(kept), float(v)) == (3.0, 0.0)
             assert found.status()[0]["variables"] == 2
+
+
+# -- watching ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_no_server_is_watched_for_a_strategy_that_is_gone(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_BEAT", 0.05)
+    monkeypatch.setattr(watch, "_PAUSE", 0.01)
+    with running(1) as tasks, connections(tasks) as found:
+        home = ServersHome(found.run, lambda: found)  # type: ignore[attr-defined]
+        server = Task("ps", 0, tasks[0].address)
+        options = px.experimental.ParameterServerOptions(server_timeout=1.0)
+        session = Session(home.run, KEY, (server,), (), options)
+        begun = watch.ServerWatch(session, weakref.ref(home), settles=True).start()
+        assert begun._lost is not None
+        begun._lost.doubt([Token(-7)])
+        if not is_there:
+            tasks[0].stop()
+        del home
+        for thread in (begun._watched[0]._thread, begun._lost._settler._thread):
+            assert thread is not None
+            thread.join(SECONDS)
+            assert not thread.is_alive(), f"{thread.name} goes on"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from phalanx.errors import InvalidArgumentError
 from phalanx.parameter_server.requests import Token, Update
 from phalanx.parameter_server.store import Outcome, Store
 from phalanx.parameter_server.updates import METHODS
@@ -64,6 +65,31 @@ def test_what_is_read_is_what_will_count(closures: list[list[Update]], data: st.
     assert store.counts["updates"] == expected.counts["updates"]
     if not others:
         np.testing.assert_array_equal(shown, value if rows is None else value[rows])
+
+
+@pytest.mark.parametrize("rows", [[4, 1], [-1, 2], [5, 9], [-9, 1], [3, 3], []])
+@pytest.mark.parametrize("read", [[1, 4], [5, 2, 3], [5, 5]])
+def test_one_sparse_update(rows: list[int], read: list[int]) -> None:
+    """Of rows that exist, counted from the end, that do not exist, or that stand there twice."""
+    store = new_store()
+    values = np.arange(1, 2 * len(rows) + 1, dtype=np.float32).reshape(-1, 2)
+    store.stage(Token(0), [Update(TABLE, "scatter_add", values, np.array(rows, np.int64))])
+    shown = read_after(store, [Token(0)], np.array(read, np.int64))
+    store.commit(Token(0))
+    np.testing.assert_array_equal(shown, store.held(0).value[read])
+    expected = np.arange(12, dtype=np.float32).reshape(6, 2)
+    for row, more in zip(rows, values, strict=True):
+        if -6 <= row < 6:
+            expected[row] += more
+    np.testing.assert_array_equal(store.held(0).value, expected)
+
+
+@pytest.mark.parametrize("read", [[1, 6], [-1]])
+def test_rows_to_read_must_exist(read: list[int]) -> None:
+    store = new_store()
+    store.stage(Token(0), [Update(TABLE, "scatter_add", np.ones((1, 2)), np.array([1]))])
+    with pytest.raises(InvalidArgumentError, match="rows from 0 to 5"):
+        read_after(store, [Token(0)], np.array(read, np.int64))
 
 
 def test_what_is_being_sent_stays_as_it_is() -> None:

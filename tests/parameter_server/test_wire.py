@@ -13,7 +13,7 @@ from phalanx.net.framing import ProtocolError
 from phalanx.parameter_server import wire
 from phalanx.parameter_server.commands import perform
 from phalanx.parameter_server.requests import Read, Token, Update
-from phalanx.parameter_server.store import Outcome, Store, Trace
+from phalanx.parameter_server.store import Outcome, Store, Trace, view_of
 from phalanx.parameter_server.updates import METHODS, checked
 from phalanx.parameter_server.wire import Kind, Where
 from tests.parameter_server.running import variable
@@ -98,3 +98,12 @@ def test_nonsense_is_a_protocol_error_or_an_answer(data: st.DataObject) -> None:
         pass
     assert store.held(5).value.shape == (3, 2)
     assert not np.asarray(store.held(5).value, np.float32).any() or store.counts["updates"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int64", "complex64"])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])
+def test_bytes_of_arrays(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.ones(shape, np.dtype(dtype))
+    array.setflags(write=False)
+    view = view_of(array)
+    assert (len(view), bytes(view)) == (array.nbytes, array.tobytes())

@@ -12,6 +12,7 @@
 - `phalanx.coordinator.checkpoints`: the queue and the variables, for a restart.
 - `phalanx.coordinator.server`: this process as a task that serves the others.
 - `phalanx.coordinator.rpc`, `phalanx.coordinator.rpc_service`: functions that are called by name.
+- `phalanx.coordinator.reports`: what happens in the coordinator.
 - `phalanx.coordinator.overview`: what all tasks do, for ``phalanx explain``.
 - `phalanx.coordinator.evaluator`: evaluates checkpoints beside a training.
 """

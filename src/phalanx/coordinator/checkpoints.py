@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,9 @@ from typing import Any
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.peer import Entry, Resource
 from phalanx.coordinator.remote_value import RemoteValue, ResourceValue
-from phalanx.errors import DataLossError, NotFoundError
+from phalanx.errors import DataLossError, InvalidValueError, NotFoundError
 from phalanx.parameter_server.client import ServerConnections
+from phalanx.runtime.file_names import exchange_names
 from phalanx.runtime.formatting import shown
 
 __all__ = ["SavedState", "read", "write"]
@@ -60,9 +62,11 @@ def write(
     servers: ServerConnections,
     runs: tuple[str, ...],
 ) -> None:
-    """Write a checkpoint. The directory is complete, or as it was before."""
+    """Write a checkpoint. What `read` finds is complete: this one, or the one before."""
     target = Path(directory).absolute()
+    _check(target)
     target.parent.mkdir(parents=True, exist_ok=True)
+    _clean(target)
     fresh = target.parent / f".{target.name}.{secrets.token_hex(6)}"
     fresh.mkdir()
     try:
@@ -76,13 +80,38 @@ def write(
         shutil.rmtree(fresh, ignore_errors=True)
 
 
+def _check(target: Path) -> None:
+    """Require that there is nothing but a checkpoint, because that goes."""
+    is_free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    if not is_free and not (target / _QUEUE).is_file():
+        raise InvalidValueError(
+            "The checkpoint of a coordinator needs a directory of its own, which is replaced as a "
+            f"whole. Received: {shown(str(target))}, where something else is"
+        )
+
+
 def _replace(fresh: Path, target: Path) -> None:
-    """Put a directory where another one may be, which is there until the new one is."""
-    old = fresh.with_name(f"{fresh.name}.old")
-    if target.exists():
-        target.rename(old)
-    fresh.rename(target)
+    """Put a directory where another one may be, which `read` finds until the new one is there."""
+    old = _before(target)
+    if not (target.exists() and exchange_names(fresh, target)):
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        fresh.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _before(target: Path) -> Path:
+    """Where the checkpoint before is for a moment, if names cannot be exchanged in one step."""
+    return target.with_name(f".{target.name}.old")
+
+
+def _clean(target: Path) -> None:
+    """Remove what coordinators have left that died while they wrote a checkpoint."""
+    unfinished = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}")
+    for path in target.parent.iterdir():
+        if unfinished.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _described(
@@ -167,6 +196,8 @@ def _there(wait: Callable[[RemoteValue, Any], None], found: bytes | BaseExceptio
 def read(directory: str | Path) -> SavedState:
     """Read a checkpoint; servers load their part later."""
     folder = Path(directory).absolute()
+    if not folder.exists() and _before(folder).exists():  # its coordinator died in between
+        folder = _before(folder)
     try:
         data = (folder / _QUEUE).read_bytes()
     except OSError as error:

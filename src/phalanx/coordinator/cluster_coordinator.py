@@ -14,8 +14,13 @@ from phalanx.coordinator import checkpoints
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.overview import ReportEndpoint
 from phalanx.coordinator.peer import Entry
-from phalanx.coordinator.per_worker import PerWorkerDataset, dataset_function, make_resource
-from phalanx.coordinator.questions import Question
+from phalanx.coordinator.per_worker import (
+    PerWorkerDataset,
+    check_own,
+    dataset_function,
+    make_resource,
+)
+from phalanx.coordinator.questions import Question, closed_error
 from phalanx.coordinator.remote_value import PerWorkerValues, RemoteValue
 from phalanx.coordinator.values import pack_arguments
 from phalanx.core.strategy import Strategy
@@ -71,7 +76,7 @@ class ClusterCoordinator(StaysHere):
         >>> coordinator.join()
         >>> total.numpy(), coordinator.fetch(values[-1])
         (array(45, dtype=int32), array(9, dtype=int32))
-        >>> coordinator.close()
+        >>> strategy.close()
         >>> for task in tasks:
         ...     task.stop()
     """
@@ -80,7 +85,7 @@ class ClusterCoordinator(StaysHere):
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _known: ClassVar[dict[int, ClusterCoordinator]] = {}
-    _is_ready = False
+    _is_ready = _is_over = False
 
     def __new__(
         cls, strategy: ParameterServerStrategy, *, restore_from: str | Path | None = None
@@ -107,19 +112,16 @@ class ClusterCoordinator(StaysHere):
         strategy.extended.check_coordinates()
         self._strategy = strategy
         found = None if restore_from is None else checkpoints.read(restore_from)
-        session = strategy.extended.session
+        session, first = strategy.extended.session, strategy.extended.next_closure
         if found is not None:
             found.load_variables(strategy.extended.connect())
             session = strategy.extended.go_on_from(found.state.runs)
+            first = max(first, found.next_closure)
         else:
             strategy.extended.connect()
         self._session = session
         self._dispatcher = Dispatcher(
-            session.workers,
-            session.key,
-            session.connect,
-            session.options,
-            first=1 if found is None else found.next_closure,
+            session.workers, session.key, session.connect, session.options, first
         )
         self._dispatcher.wait = self._wait_for_value
         self._restored: list[RemoteValue] = []
@@ -169,7 +171,10 @@ class ClusterCoordinator(StaysHere):
                 f"Received: {shown(fn)}"
             )
         dispatcher = self._dispatcher
-        arguments, references = pack_arguments(args or (), kwargs)
+        if dispatcher.is_closed:
+            raise closed_error()
+        arguments, references = pack_arguments(args, kwargs)
+        check_own(references, dispatcher)
         value = RemoteValue(self._wait_for_value)
         entry = Entry(
             dispatcher.functions.shipped(fn), arguments, references.inputs, references.resources, value
@@ -244,7 +249,7 @@ class ClusterCoordinator(StaysHere):
         begin anew after a restart.
 
         Args:
-            directory: what is there before is replaced.
+            directory: a checkpoint that is there before is replaced; anything else is an error.
         """
         dispatcher = self._dispatcher
         question = dispatcher.ask_for_quiet()
@@ -272,9 +277,12 @@ class ClusterCoordinator(StaysHere):
         return {**self._ask(self._dispatcher.report), "servers": servers}
 
     def close(self) -> None:
-        """End the connections to the workers. What has not run never will."""
+        """End the connections to the workers. What has not run never will, and its values say so."""
+        if self._is_over:  # the strategy may have another coordinator by now
+            return
         with self._lock:
-            self._known.pop(id(self._strategy), None)
+            if self._known.get(id(self._strategy)) is self:
+                del self._known[id(self._strategy)]
         extended = self._strategy.extended
         with contextlib.suppress(ValueError):  # it was closed before
             extended.when_closed.remove(self.close)
@@ -282,6 +290,8 @@ class ClusterCoordinator(StaysHere):
         if self._reports is not None:
             self._reports.close()
         self._dispatcher.close()
+        extended.next_closure = self._dispatcher.machine.next_closure
+        self._is_over = True  # not before, so that who was interrupted can close it again
 
     def _serve_reports(self) -> ReportEndpoint | None:
         """Let `phalanx explain` ask, at the address of the chief, if this is it."""
@@ -316,6 +326,8 @@ class ClusterCoordinator(StaysHere):
         except BaseException:
             question.is_dropped = True
             raise
+        if question.failure is not None:
+            raise question.failure
         assert question.result is not None
         return question.result[0]
 

@@ -23,15 +23,15 @@ from phalanx.coordinator.actions import (
     Inquire,
     ReturnAttempts,
     RunAttempts,
-    WorkerState,
 )
 from phalanx.coordinator.functions import Functions
 from phalanx.coordinator.messages import LIMITS, Status, reports_in
 from phalanx.coordinator.peer import Entry, Peer, Resource
 from phalanx.coordinator.questions import Question, Questions
 from phalanx.coordinator.remote_value import RemoteValue, RemoteValueStatus
+from phalanx.coordinator.reports import report_of
 from phalanx.coordinator.state import Machine
-from phalanx.coordinator.values import NOTHING, load_error, lost_value
+from phalanx.coordinator.values import NOTHING, given_up, load_error, lost_value
 from phalanx.coordinator.worker_link import WorkerLink
 from phalanx.coordinator.worker_service import Greeting
 from phalanx.errors import CancelledError, ClosureInputError, DeadlineExceededError
@@ -95,7 +95,8 @@ class Dispatcher:
         self._paces = [0.0] * len(workers)
         self._begun: dict[int, float] = {}  # when closures were sent, for backup workers
         self._told = first
-        self._is_closed = False
+        self.is_closed = False
+        """Whether nothing is done any more."""
         self.last_error: str = ""
         self.wait: Callable[[RemoteValue, Bell], None] = _wait
         """How users' threads wait for a value."""
@@ -128,13 +129,13 @@ class Dispatcher:
             link.start()
 
     def close(self) -> None:
-        """End the connections and the threads. Closures that are not settled are lost."""
-        self._is_closed = True
+        """End the connections and the threads. Closures that are not settled are given up."""
+        self.is_closed = True
         for link in self.links:
             link.close()
         self._settler.close()
-        with contextlib.suppress(Exception):
-            self.loop.call(self._close_peers)
+        with contextlib.suppress(TimeoutError):
+            self.loop.call(self._end)
         self.loop.close()
 
     # -- for any thread --------------------------------------------------------------------------
@@ -145,6 +146,8 @@ class Dispatcher:
         if self.is_hungry:
             self.is_hungry = False
             self.loop.call_soon(_nothing)
+        if self.is_closed:  # meanwhile, so its thread will not look there
+            self._give_up_inbox()
 
     @property
     def queued(self) -> int:
@@ -185,6 +188,8 @@ class Dispatcher:
 
     def _after_round(self) -> None:
         """Start what can start, and answer what can be answered."""
+        if self.is_closed:
+            return
         self._take_up()
         has_failed = self.machine.error is not None and self.machine.is_quiet
         if has_failed:
@@ -287,7 +292,7 @@ class Dispatcher:
         """A worker is ready; called in the thread of its link."""
 
         def begin() -> None:
-            if self._is_closed:
+            if self.is_closed:
                 sock.close()
                 return
             connection = Connection(
@@ -303,7 +308,7 @@ class Dispatcher:
             self._act(self.machine.worker_up(worker))
             self.machine.set_window(worker, 1)  # until it is known how long closures take
 
-        if self._is_closed:  # so that the loop may be over
+        if self.is_closed:  # so that the loop may be over
             sock.close()
         else:
             self.loop.call_soon(begin)
@@ -334,7 +339,7 @@ class Dispatcher:
         self._peers[worker] = None
         actions = self.machine.worker_lost(worker)
         count = sum(len(a.attempts) for a in actions if isinstance(a, Inquire))
-        if self._is_closed:
+        if self.is_closed:
             return
         link = self.links[worker]
         reason = str(error or "it closed the connection")
@@ -342,10 +347,29 @@ class Dispatcher:
         link.lose(reason)
         self._act(actions)
 
-    def _close_peers(self) -> None:
+    def _end(self) -> None:
+        """End everything; no thread waits in vain."""
         for peer in self._peers:
             if peer is not None:
                 peer.connection.close()
+        self._give_up_inbox()
+        for number, entry in self._entries.items():
+            entry.value.settle(b"", given_up(entry.function.name, self.machine.is_busy(number)))
+        for resource in self._resources.values():
+            for value in resource.values:
+                if value.status is RemoteValueStatus.NOT_READY:
+                    value.settle(b"", given_up(resource.function.name, False))
+        self._entries.clear()
+        self._resources.clear()
+        self.questions.close()
+        self.functions.close()
+
+    def _give_up_inbox(self) -> None:
+        with contextlib.suppress(IndexError):  # nothing is left
+            while True:
+                entry = self.inbox.popleft()
+                if isinstance(entry, Entry):
+                    entry.value.settle(b"", given_up(entry.function.name, False))
 
     def _receive(self, worker: int, message: Message) -> None:
         """Reports of a worker."""
@@ -454,30 +478,7 @@ class Dispatcher:
 
     def report(self) -> dict[str, Any]:
         """What happens; to be called in the thread."""
-        machine, workers = self.machine, []
-        for i, link in enumerate(self.links):
-            state = machine.state(i)
-            workers.append(
-                {
-                    "task": str(link.task),
-                    "address": link.task.address,
-                    "state": state.value,
-                    "in_flight": len(machine.running(i)),
-                    "staleness": machine.staleness(i),
-                    "seconds_per_closure": self._paces[i],
-                    "doing": dict(link.doing),
-                    "reason": "" if state is WorkerState.UP else link.reason,
-                }
-            )
-        return {
-            "queued": self.queued,
-            "in_flight": sum(len(machine.running(i)) for i in range(len(workers))),
-            "in_doubt": machine.in_doubt,
-            "done": machine.done_count,
-            "retried": machine.retried_count,
-            "last_error": self.last_error,
-            "workers": workers,
-        }
+        return report_of(self.machine, self.links, self._paces, self.queued, self.last_error)
 
 
 def _wait(value: RemoteValue, bell: Bell) -> None:

@@ -65,3 +65,8 @@ class Functions:
         found = Shipped(next(self._numbers), name, blob, variables)
         weakref.finalize(found, self._forget, found.number).atexit = False
         return found
+
+    def close(self) -> None:
+        """Forget all functions: none is sent any more."""
+        with self._lock:
+            self._known.clear()

@@ -8,8 +8,9 @@ from typing import Any
 
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.peer import Resource
+from phalanx.coordinator.questions import closed_error
 from phalanx.coordinator.remote_value import PerWorkerValues, ResourceValue
-from phalanx.coordinator.values import pack_arguments
+from phalanx.coordinator.values import References, pack_arguments
 from phalanx.core.strategy import Strategy
 from phalanx.data.dataset import Dataset
 from phalanx.data.distribute.distributed_dataset import DistributedDataset
@@ -80,7 +81,14 @@ def make_resource(
         args: its arguments, which may be other resources.
         kwargs: likewise.
     """
+    if dispatcher.is_closed:
+        raise closed_error()
+    if not callable(fn):
+        raise InvalidTypeError(
+            f"create_per_worker_resource needs a function that workers call. Received: {shown(fn)}"
+        )
     arguments, references = pack_arguments(args, kwargs)
+    check_own(references, dispatcher)
     if references.inputs:
         raise InvalidValueError(
             "What every worker makes cannot depend on the value of a scheduled function. Fetch it, and "
@@ -93,6 +101,23 @@ def make_resource(
     made.belong_to(dispatcher, number)
     weakref.finalize(made, dispatcher.drop_resource, number).atexit = False
     return made
+
+
+def check_own(references: References, dispatcher: Dispatcher) -> None:
+    """Require that arguments refer to nothing that another coordinator has made."""
+    for value in references.inputs:
+        if not value.belongs_to(dispatcher.wait):
+            raise InvalidValueError(
+                "A RemoteValue is an argument of functions that its own coordinator schedules. Fetch "
+                f"it, and give the result. Received: {shown(value)}, of another coordinator"
+            )
+    for resource in references.resources:
+        if isinstance(resource, PerWorkerValues) and resource.owner is not dispatcher:
+            raise InvalidValueError(
+                "The workers of one coordinator do not have what those of another one made, also if "
+                "that was closed. Make it with this coordinator. "
+                f"Received: {shown(resource)}, of another coordinator"
+            )
 
 
 def dataset_function(strategy: Strategy, given: Any) -> Callable[[], Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.errors import ContextError
 from phalanx.net.event_loop import EventLoop
 from phalanx.runtime.interrupts import Bell
 
-__all__ = ["Question", "Questions"]
+__all__ = ["Question", "Questions", "closed_error"]
 
 Answer = Callable[[], tuple[Any] | None]
 
@@ -20,12 +21,14 @@ class Question:
         answer: called in the coordinator's thread until it returns the answer, in a tuple.
     """
 
-    __slots__ = ("answer", "bell", "is_dropped", "result")
+    __slots__ = ("answer", "bell", "failure", "is_dropped", "result")
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.bell = Bell()
         self.result: tuple[Any] | None = None
+        self.failure: BaseException | None = None
+        """Why there is no answer, if that is so."""
         self.is_dropped = False
         """Whether no thread waits any more."""
 
@@ -40,6 +43,7 @@ class Questions:
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
         self._open: list[Question] = []
+        self._is_closed = False
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -47,8 +51,16 @@ class Questions:
     def ask(self, answer: Answer) -> Question:
         """Ask; the caller waits for the bell of the question."""
         question = Question(answer)
-        self._loop.call_soon(lambda: self._open.append(question))
+        self._loop.call_soon(lambda: self._add(question))
+        if self._is_closed:  # so that the thread may be over
+            _refuse(question)
         return question
+
+    def _add(self, question: Question) -> None:
+        if self._is_closed:
+            _refuse(question)
+        else:
+            self._open.append(question)
 
     def answer(self) -> None:
         """Answer what can be answered."""
@@ -59,8 +71,28 @@ class Questions:
             try:
                 question.result = question.answer()
             except BaseException as error:  # noqa: BLE001 - the thread that asked gets to see it
-                question.result = (error,)
-            if question.result is None:
+                question.failure = error
+            if question.result is None and question.failure is None:
                 self._open.append(question)
             else:
                 question.bell.ring()
+
+    def close(self) -> None:
+        """Refuse all questions from now on."""
+        self._is_closed = True
+        for question in self._open:
+            _refuse(question)
+        self._open.clear()
+
+
+def _refuse(question: Question) -> None:
+    question.failure = closed_error()
+    question.bell.ring()
+
+
+def closed_error() -> ContextError:
+    """What is asked of a coordinator, or given to it, when it is closed."""
+    return ContextError(
+        "The coordinator has been closed, or its strategy has, so it does nothing any more. "
+        "ClusterCoordinator(strategy) makes another one for a strategy that is not closed."
+    )

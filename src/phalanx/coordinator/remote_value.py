@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +52,8 @@ class RemoteValue(Leaf):
 
     __slots__ = ("__weakref__", "_bells", "_data", "_error", "_status", "_wait", "closure")
 
+    _lock: ClassVar[threading.Lock] = threading.Lock()  # for the bells of several waiting threads
+
     def __init__(self, wait: Callable[[RemoteValue, Bell], None]) -> None:
         self._status = RemoteValueStatus.NOT_READY
         self._data = b""
@@ -78,7 +81,8 @@ class RemoteValue(Leaf):
         """Wait for the value, and return it as it was pickled."""
         if self._status is RemoteValueStatus.NOT_READY:
             bell = Bell()
-            self._bells = [*(self._bells or ()), bell]
+            with self._lock:
+                self._bells = [*(self._bells or ()), bell]
             if self._status is RemoteValueStatus.NOT_READY:
                 self._wait(self, bell)
         if self._error is not None:
@@ -101,6 +105,10 @@ class RemoteValue(Leaf):
         self._status = RemoteValueStatus.READY if error is None else RemoteValueStatus.ABORTED
         for bell in self._bells or ():
             bell.ring()
+
+    def belongs_to(self, wait: Callable[[RemoteValue, Bell], None]) -> bool:
+        """Whether the value is of the coordinator that waits in this way."""
+        return self._wait == wait
 
     def unsettle(self) -> None:
         """The value has to be made once more. For the coordinator."""

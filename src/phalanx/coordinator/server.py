@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from phalanx.cluster.definitions import ClusterDef, ServerDef
@@ -38,8 +40,11 @@ from phalanx.runtime.formatting import shown
 
 __all__ = ["Server", "Service"]
 
+_log = logging.getLogger("phalanx")
+
 _PROTOCOLS = ("grpc", "grpc+verbs")
 _LOOK_EVERY = 60.0  # seconds
+_ALONE = 4.5  # seconds without any other task, after which the one that should have come is named
 
 
 class _NoSuchTaskError(InternalError, InvalidValueError):
@@ -105,7 +110,7 @@ class Server:
         self._task = replace(self._task, address=self._endpoint.address)
         self._begun = time.monotonic()
         self._stopped = interrupts.Bell()
-        self._is_running = self._is_over = False
+        self._is_running = self._is_over = self._has_served = False
         self._services: dict[str, Service] = {}
         if start:
             self.start()
@@ -156,8 +161,12 @@ class Server:
         for purpose, make in makers.items():
             self._services[purpose] = make(self._endpoint, self._cluster, self._task, self._key)
         for purpose, service in self._services.items():
-            self._endpoint.serve(purpose, service.admit)
+            self._endpoint.serve(purpose, partial(self._admit, service))
         self._endpoint.start()
+
+    def _admit(self, service: Service, sock: Any, purpose: dict[str, Any]) -> None:
+        self._has_served |= not isinstance(service, RpcService)  # people may ask for its status
+        service.admit(sock, purpose)
 
     def join(self) -> None:
         """Wait until the server is stopped, by `stop` in another thread or from another process.
@@ -170,9 +179,29 @@ class Server:
             )
         if _services(self._task.type):
             compute_in_calling_threads()  # this process does nothing else
+            self._endpoint.loop.spin()
+            if "PHALANX_HUB" not in os.environ:  # else the launcher says which tasks are missing
+                self._wait_for_others()
         while not self._is_over:
             self._stopped.wait(_LOOK_EVERY)
         self._stopped.ring()  # for the next who waits
+
+    def _wait_for_others(self) -> None:
+        """Wait until a task has come for what this one serves; no wait is silent."""
+        chief, pause = "", _ALONE
+        for index in self._cluster.task_indices("chief") if "chief" in self._cluster.jobs else ():
+            chief = f", also not chief {index} at {self._cluster.task_address('chief', index)}"
+        while not (self._is_over or self._has_served):
+            if not self._stopped.wait(pause) and not self._has_served:
+                seconds = time.monotonic() - self._begun
+                _log.warning(
+                    "%s at %s has been waiting for %.0f seconds, and no task has come yet%s.",
+                    self._task,
+                    self._task.address,
+                    seconds,
+                    chief,
+                )
+                pause = min(2 * pause, _LOOK_EVERY)
 
     def stop(self) -> None:
         """Stop listening, end all connections, and let `join` return."""

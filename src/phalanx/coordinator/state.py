@@ -141,6 +141,10 @@ class Machine:
         """The closures that are not settled, in the order in which they were scheduled."""
         return list(self._open)
 
+    def is_busy(self, number: int) -> bool:
+        """Whether an attempt at a closure that is not settled runs, or is in doubt."""
+        return self._open[number].is_busy
+
     @property
     def next_closure(self) -> int:
         """The number of the closure that is scheduled next."""

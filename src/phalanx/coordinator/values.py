@@ -7,7 +7,7 @@ import pickle
 import struct
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -15,7 +15,13 @@ import jax
 import numpy as np
 
 from phalanx.core.structure import map_nest
-from phalanx.errors import InvalidTypeError, OutOfRangeError, UnavailableError, UnknownError
+from phalanx.errors import (
+    CancelledError,
+    InvalidTypeError,
+    OutOfRangeError,
+    UnavailableError,
+    UnknownError,
+)
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.pickling import noting
 
@@ -161,6 +167,16 @@ def lost_value(closure: int) -> UnavailableError:
     )
 
 
+def given_up(name: str, has_begun: bool) -> CancelledError:
+    """A closure that is not settled, and whose coordinator is closed."""
+    if has_begun:
+        return CancelledError(
+            f"The coordinator was closed before it knew what became of {name}. Its updates may have "
+            "been made."
+        )
+    return CancelledError(f"{name} was not run, because the coordinator was closed.")
+
+
 # -- arguments ------------------------------------------------------------------------------------
 
 
@@ -183,14 +199,24 @@ _thread = _Thread()
 _NO_REFERENCES = References()
 
 
-def pack_arguments(args: Sequence[Any], kwargs: Any) -> tuple[bytes, References]:
+def pack_arguments(
+    args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[bytes, References]:
     """The arguments of a call as bytes, none if there are none, and what they refer to."""
+    if not isinstance(args, tuple | list | None):
+        raise InvalidTypeError(
+            f"args must be a tuple or a list, for example args=(x,). Received: {shown(args)}"
+        )
+    if kwargs is not None and not (
+        isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)
+    ):
+        raise InvalidTypeError(f"kwargs must be a dict from names to values. Received: {shown(kwargs)}")
     if not args and not kwargs:
         return b"", _NO_REFERENCES
     found = References()
     before, _thread.references = _thread.references, found
     try:
-        arguments = (tuple(args), dict(kwargs or {}))
+        arguments = (tuple(args or ()), dict(kwargs or {}))
         with noting(found.resources):
             return _dumps(arguments, "The arguments of a scheduled function"), found
     finally:

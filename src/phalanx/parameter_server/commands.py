@@ -14,7 +14,7 @@ from phalanx.net.framing import ProtocolError
 from phalanx.parameter_server import wire
 from phalanx.parameter_server.landing import put
 from phalanx.parameter_server.requests import VariableDefinition
-from phalanx.parameter_server.store import Outcome, Store
+from phalanx.parameter_server.store import Outcome, Store, view_of
 from phalanx.parameter_server.wire import Buffers, Kind, Where
 
 __all__ = ["Answer", "perform"]
@@ -42,9 +42,10 @@ def perform(store: Store, buffers: Buffers, landing: memoryview | None = None) -
         buffers: the request.
         landing: memory of the peer, where it may want values that it reads.
     """
-    command = _COMMANDS.get(wire.kind_of(buffers))
+    kind = wire.kind_of(buffers)
+    command = _COMMANDS.get(kind)
     if command is None:
-        raise ProtocolError(f"A store cannot do this: {wire.kind_of(buffers)}")
+        raise ProtocolError(f"A store cannot do this: {kind}")
     try:
         if command is _pull:
             return _pull(store, buffers, landing)
@@ -100,7 +101,7 @@ def _pull(store: Store, buffers: Buffers, landing: memoryview | None = None) -> 
         if variable in changes:
             version, value = 0, store.after(changes[variable], variable, rows)
         elif rows is not None:
-            value = wire.bytes_of(store.rows(variable, rows))
+            value = view_of(store.rows(variable, rows))
         elif known == version:
             values.append((version, Where.KNOWN, None))
             continue

@@ -23,7 +23,7 @@ from phalanx.job.registry import runtime_folder
 from phalanx.net.addresses import split_address
 from phalanx.parameter_server.commands import perform
 from phalanx.parameter_server.journal import Journal, read_journal
-from phalanx.parameter_server.snapshots import load_snapshot, records_of, write_snapshot
+from phalanx.parameter_server.snapshots import load_snapshot, records_of, sync_folder, write_snapshot
 from phalanx.parameter_server.store import Store
 from phalanx.runtime.formatting import shown
 
@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 _MODES = ("none", "snapshot", "log")
 _DESCRIPTION = "run.json"
 _SPARE = "spare"  # a log that is not needed any more
+_NEW_FOLDERS = 3  # around the folder of a run: of the server, of all servers, and one more
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Durability:
             acknowledged.
         sync: whether the log also survives the death of the machine. Each acknowledgement then waits
             for the disk.
-        interval: seconds between snapshots, for "snapshot".
+        interval: seconds between snapshots, for "snapshot"; there is another one as soon as there are
+            new variables or optimizers.
         limit: bytes of a log after which there is a snapshot, for "log".
     """
 
@@ -94,6 +96,7 @@ class Keeper:
         self._number = 0
         self._written = time.monotonic()
         self._has_changed = False
+        self._saved: set[tuple[str, int]] = set()  # what the latest snapshot has
         self._writer: threading.Thread | None = None
 
     @classmethod
@@ -103,9 +106,16 @@ class Keeper:
         """Begin a run in a new folder."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, mode=0o700)
-        (folder / _DESCRIPTION).write_text(json.dumps(vars(durability)))
+        with open(folder / _DESCRIPTION, "w") as file:
+            json.dump(vars(durability), file)
+            file.flush()
+            if durability.sync:
+                os.fsync(file.fileno())
         keeper = cls(folder, durability, later)
-        keeper._open()
+        keeper._journal = keeper._opened(0)
+        if durability.sync:  # a file is there after a crash if its folder is, and so on
+            for parent in list(folder.parents)[:_NEW_FOLDERS]:
+                sync_folder(parent)
         return keeper
 
     @classmethod
@@ -121,7 +131,8 @@ class Keeper:
         store = fresh_store()
         if not keeper._load(store):
             return None
-        keeper._open()
+        keeper._saved = _made(store)
+        keeper._journal = keeper._opened(keeper._number)
         return keeper, store
 
     @property
@@ -149,20 +160,25 @@ class Keeper:
             # Replaying costs about as much as reading a snapshot of the same size.
             held = sum(h.value.nbytes for h in store.variables.values())
             is_time = self.log_size > max(durability.limit, 2 * held)
-        else:
+        else:  # without a variable, or an optimizer, tasks could not go on
             is_time = time.monotonic() - self._written >= durability.interval
+            is_time |= not _made(store) <= self._saved
         if is_time:
             self.snapshot(store)
 
     def snapshot(self, store: Store) -> threading.Thread:
         """Begin to write a snapshot of what the store holds now; returns who writes it."""
-        self._number += 1
+        number, before = self._number + 1, self._journal
+        if before is not None:
+            before.trim()  # only the last log may have an end that does not count
+        self._journal = self._opened(number)
+        self._number = number
         self._has_changed = False
         self._written = time.monotonic()
-        if self._journal is not None:
-            self._journal.close()
-            self._open()
-        records, number = records_of(store), self._number
+        if before is not None:
+            before.close()
+        records = records_of(store)
+        self._saved = _made(store)
         must_sync = self.durability.sync or self.durability.mode != "log"  # as the log itself
 
         def write() -> None:
@@ -199,10 +215,21 @@ class Keeper:
         found = [p.name.removeprefix(f"{kind}-") for p in self._folder.glob(f"{kind}-*")]
         return sorted(int(text) for text in found if text.isdigit())
 
-    def _open(self) -> None:
-        if self.durability.mode == "log":
-            path, spare = self._path("log", self._number), self._folder / _SPARE
-            self._journal = Journal(path, spare, sync=self.durability.sync)
+    def _opened(self, number: int) -> Journal | None:
+        """The log of this number, if there are logs."""
+        if self.durability.mode != "log":
+            return None
+        path, spare = self._path("log", number), self._folder / _SPARE
+        is_new = not path.exists()
+        try:
+            journal = Journal(path, spare, sync=self.durability.sync)
+            if self.durability.sync:
+                sync_folder(self._folder)
+        except OSError:
+            if is_new:  # the log before goes on, and must stay the last one
+                path.unlink(missing_ok=True)
+            raise
+        return journal
 
     def _load(self, store: Store) -> bool:
         snapshots, logs = self._numbers("snapshot"), self._numbers("log")
@@ -228,3 +255,8 @@ class Keeper:
     def _failed(self) -> None:
         self._writer = None
         self._has_changed = True
+
+
+def _made(store: Store) -> set[tuple[str, int]]:
+    """The variables and optimizers of a store."""
+    return {("variable", v) for v in store.variables} | {("optimizer", o) for o in store.optimizers}

@@ -75,12 +75,18 @@ class Journal:
         """Let the disk have everything."""
         os.fdatasync(self._file)
 
-    def close(self) -> None:
-        """Close the file; it ends with the last record."""
+    def trim(self) -> None:
+        """Let the file end with the last record."""
         os.ftruncate(self._file, self.size)
         if self._sync:
             os.fsync(self._file)
-        os.close(self._file)
+
+    def close(self) -> None:
+        """Close the file; it ends with the last record."""
+        try:
+            self.trim()
+        finally:
+            os.close(self._file)
 
     def _write(self, pieces: list[Any]) -> None:
         at = self.size

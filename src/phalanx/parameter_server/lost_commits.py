@@ -46,6 +46,10 @@ class LostCommits:
         if new:
             self._settler.inquire(new)
 
+    def end(self) -> None:
+        """Settle no more, soon."""
+        self._settler.end()
+
     def close(self) -> None:
         """Settle no more."""
         self._settler.close()

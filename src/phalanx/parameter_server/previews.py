@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,17 +54,17 @@ def rows_after(value: Array, updates: Sequence[Update]) -> tuple[Array, Array] |
         value: of the variable.
         updates: as for `value_after`.
     """
+    if len(updates) == 1 and (where := updates[0].indices) is not None and len(where):
+        order = where.argsort()
+        places = where.take(order)
+        exist = places[0] >= 0 and places[-1] < len(value)
+        if exist and not np.logical_or.reduce(places[1:] == places[:-1]):  # each row is changed once
+            rows = value.take(places, axis=0)
+            apply_to_all(updates[0].method, rows, updates[0].values.take(order, axis=0))
+            return places, rows
     changed = [existing(u.indices, u.values, len(value)) for u in updates if u.indices is not None]
     if len(changed) < len(updates):
         return None
-    if len(updates) == 1:
-        [(where, values)] = changed
-        order = where.argsort()
-        places = where.take(order)
-        if not np.logical_or.reduce(places[1:] == places[:-1]):  # each row is changed once
-            rows = value.take(places, axis=0)
-            apply_to_all(updates[0].method, rows, values.take(order, axis=0))
-            return places, rows
     places = np.unique(np.concatenate([where for where, _ in changed]))
     rows = value.take(places, axis=0)  # a small table in place of the large one
     for update, (where, values) in zip(updates, changed, strict=True):
@@ -72,22 +72,22 @@ def rows_after(value: Array, updates: Sequence[Update]) -> tuple[Array, Array] |
     return places, rows
 
 
-def read_rows(value: Array, indices: Array, places: Array, rows: Array) -> Array:
+def read_rows(indices: Array, places: Array, rows: Array, value: Callable[[Array], Array]) -> Array:
     """Rows of a value of which some are other ones.
 
     Args:
-        value: of the variable.
         indices: the rows to read.
         places: the rows that are other ones, in order.
         rows: those.
+        value: checks that there are rows with such indices, and returns the value. It is not asked if
+            all of them are other ones, which are there.
     """
     if not len(places):
-        return value.take(indices, axis=0)
+        return value(indices).take(indices, axis=0)
     found = places.searchsorted(indices)
-    found[found == len(places)] = 0
-    is_other = places.take(found) == indices
+    is_other = places.take(found, mode="clip") == indices
     if np.logical_and.reduce(is_other):
         return rows.take(found, axis=0)
-    read = value.take(indices, axis=0)
+    read = value(indices).take(indices, axis=0)
     read[is_other] = rows.take(found[is_other], axis=0)
     return read

@@ -250,7 +250,7 @@ class ServerLink:
 
     def _reach(self) -> Stream:
         """Connect, again and again until it is too late, and send what has no answer."""
-        start = time.monotonic()
+        start = named = time.monotonic()
         while True:
             left = max(0.1, start + self._timeout - time.monotonic())
             try:
@@ -263,11 +263,12 @@ class ServerLink:
             except (UnauthenticatedError, ProtocolError):
                 raise
             except OSError as error:
-                passed = time.monotonic() - start
-                if passed > self._timeout - _PAUSE:
+                now = time.monotonic()
+                if now - start > self._timeout - _PAUSE:
                     raise self._missing() from error
-                if isinstance(error, DeadlineExceededError):
-                    self._remind(passed)
+                if isinstance(error, DeadlineExceededError) or now - named >= _TRY:
+                    named = now
+                    self._remind(now - start)
             else:
                 self._stream = stream
                 return stream
@@ -327,7 +328,7 @@ def greeted(
         peer=f"parameter server (ps task {hello['index']})",
         hint="Its process may not run, or the cluster may name another place. ",
     )
-    stream = Stream(sock, LIMITS, decoder)
+    stream = Stream(sock, LIMITS, decoder, spins=True)
     try:
         told = _say_hello(stream, hello, timeout)
         if "challenge" in told:

@@ -7,7 +7,7 @@ tasks that ask for it are told so.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import re
 import secrets
@@ -44,6 +44,8 @@ from phalanx.runtime.formatting import shown
 from phalanx.runtime.host_memory import expect_input
 
 __all__ = ["PURPOSE", "ParameterService"]
+
+_log = logging.getLogger("phalanx")
 
 PURPOSE = "ps"
 """What connections to a parameter server are for."""
@@ -219,7 +221,11 @@ class ParameterService:
     def _sync(self) -> None:
         """Let the disk have what was done in this round, and answer."""
         if self._run is not None and self._run.keeper is not None:
-            self._run.keeper.sync()
+            try:
+                self._run.keeper.sync()
+            except OSError:
+                self._end_run()  # no task is told of what may be lost: begin again from the log
+                raise
         late, self._late = self._late, []
         for connection, buffers, number in late:
             self._answer(connection, buffers, number)
@@ -374,8 +380,15 @@ class ParameterService:
             return
         run.look_for_doubtful()
         if run.keeper is not None:
-            with contextlib.suppress(OSError):
+            try:
                 run.keeper.take_care(run.store)
+            except OSError as error:
+                _log.warning(
+                    "The parameter server, ps task %d, cannot begin another log: %s. It goes on with "
+                    "the one that it has, which grows.",
+                    run.index,
+                    error,
+                )
 
 
 def _take_freed(made: Store, kept: Store) -> None:

@@ -52,9 +52,13 @@ class Settler:
         if self._remembers:
             self._put(below)
 
+    def end(self) -> None:
+        """End the thread, soon."""
+        self._work.put(None)
+
     def close(self) -> None:
         """End the thread, and wait a little for it."""
-        self._work.put(None)
+        self.end()
         if self._thread is not None:
             self._thread.join(_END)
 

@@ -23,7 +23,7 @@ from phalanx.parameter_server.server_optimizer import Slots
 from phalanx.parameter_server.store import Store
 from phalanx.parameter_server.wire import Kind
 
-__all__ = ["load_snapshot", "records_of", "write_snapshot"]
+__all__ = ["load_snapshot", "records_of", "sync_folder", "write_snapshot"]
 
 _SLOTS, _TOKENS, _END = 201, 202, 203  # kinds of records that are no requests
 
@@ -90,10 +90,11 @@ def write_snapshot(path: Path, records: Iterable[Record], *, sync: bool = True) 
         journal.close()
     fresh.replace(path)
     if sync:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Let the disk have the names of the files in a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -236,12 +236,12 @@ class Store:
             [value] = self.preview(updates)
             return bytes_of(value if rows is None else value[rows])
         if rows is not None:
-            value = self._with_rows(variable, rows)
-            changed = rows_after(value, updates)
+            changed = rows_after(held.value, updates)
             if changed is not None:
                 places, new = changed
                 self._get_ready(staged, variable, Ready(held.version, new, places))
-                return bytes_of(read_rows(value, rows, places, new))
+                return view_of(read_rows(rows, places, new, partial(self._with_rows, variable)))
+            self._with_rows(variable, rows)
         new = value_after(held.value, updates, self.pool)
         if rows is not None:
             return bytes_of(new[rows])
@@ -449,6 +449,14 @@ class Store:
 def bytes_of(array: Array) -> Array:
     """The bytes of an array, not copied; also of dtypes that Python has no letters for."""
     return array.reshape(-1).view(np.uint8)
+
+
+def view_of(array: Array) -> Any:
+    """The same as `bytes_of`, in a fraction of its time if Python can look at the array."""
+    try:
+        return array.data.cast("B")
+    except (ValueError, TypeError):  # a dtype of its own, or an array without elements
+        return bytes_of(array)
 
 
 def _is_whole(values: Array, definition: VariableDefinition) -> bool:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -48,8 +48,7 @@ class ServerWatch:
         settles: bool = False,
     ) -> None:
         self._lost = LostCommits(session) if settles else None
-        doubt = None if self._lost is None else self._lost.doubt
-        self._watched = [_Watched(task, session, home, doubt) for task in session.servers]
+        self._watched = [_Watched(task, session, home, self._lost) for task in session.servers]
 
     def start(self) -> ServerWatch:
         """Begin; each server has a thread of its own, so that none hides the silence of another."""
@@ -81,7 +80,7 @@ class _Watched:
         task: the server.
         session: the run.
         home: where its variables are.
-        doubt: called with attempts whose task may be dead.
+        lost: settles attempts whose task may be dead, if that is done here.
     """
 
     def __init__(
@@ -89,9 +88,9 @@ class _Watched:
         task: Task,
         session: Session,
         home: weakref.ref[ServersHome],
-        doubt: Callable[[Sequence[Token]], None] | None,
+        lost: LostCommits | None,
     ) -> None:
-        self._task, self._home, self._doubt = task, home, doubt
+        self._task, self._home, self._lost = task, home, lost
         hello = {"run": session.run, "index": task.id}
         self._greet = partial(greeted, task.address, session.key, hello, _BEAT)
         self._heard = time.monotonic()
@@ -124,14 +123,15 @@ class _Watched:
         self._heard = time.monotonic()
         try:
             while not self._over.wait(_PAUSE if stream is None else _BEAT):
+                if self._home() is None:  # no code needs the server any more
+                    break
                 try:
                     if stream is None:
                         stream = self._greet()
                     status = wire.fields_in(_ask(stream, wire.with_fields(Kind.STATUS, {})))
-                    if self._doubt is not None and status.get("doubtful"):
-                        self._doubt([Token(*found) for found in status["doubtful"]])
-                    if not self._free(stream):
-                        break
+                    if self._lost is not None and status.get("doubtful"):
+                        self._lost.doubt([Token(*found) for found in status["doubtful"]])
+                    self._free(stream)
                 except (Refusal, PhalanxError, OSError) as error:
                     if stream is not None:
                         stream.close()
@@ -144,21 +144,20 @@ class _Watched:
         finally:
             if stream is not None:
                 stream.close()
+            if self._lost is not None:
+                self._lost.end()
 
-    def _free(self, stream: Stream) -> bool:
-        """Let the server free what no code refers to; whether the home is still there."""
+    def _free(self, stream: Stream) -> None:
+        """Let the server free what no code refers to."""
         home = self._home()
-        if home is None:
-            return False
-        freed = home.take_freed(self._task.id)
-        if freed is not None:
+        freed = None if home is None else home.take_freed(self._task.id)
+        if home is not None and freed is not None:
             try:
                 _ask(stream, wire.free(*freed))
             except BaseException:
                 home.free(self._task.id, freed)
                 raise
             home.was_freed(freed)
-        return True
 
     def _miss(self, error: Exception, late: float) -> float:
         """Note that there is no answer, and name the server if that is so for long."""

@@ -25,7 +25,7 @@ from phalanx.parameter_server.requests import (
     Update,
     VariableDefinition,
 )
-from phalanx.parameter_server.store import Outcome, Trace, bytes_of
+from phalanx.parameter_server.store import Outcome, Trace, bytes_of, view_of
 from phalanx.parameter_server.updates import CODES, METHODS, dtype_named
 
 __all__ = ["LIMITS", "Kind", "Wanted", "Where", "bytes_of"]
@@ -246,7 +246,7 @@ def pull(reads: Sequence[tuple[Read, int, int]], after: Sequence[Token] = ()) ->
         packed.append(_WANTED.pack(variable.id, known, indices is not None, place))
         if indices is not None:
             is_ready = indices.dtype == _INT64 and indices.flags.c_contiguous
-            rows.append(bytes_of(indices if is_ready else np.ascontiguousarray(indices, np.int64)))
+            rows.append(view_of(indices if is_ready else np.ascontiguousarray(indices, np.int64)))
     return [b"".join(packed), *rows]
 
 
@@ -310,9 +310,9 @@ def push(kind: Kind, token: Token, updates: Sequence[Update], value: bytes = b""
         packed.append(_UPDATE.pack(variable.id, CODES[method], indices is not None, dims, number))
         if dims != _SAME:
             packed.append(struct.pack(f"<{dims}Q", *values.shape))
-        buffers.append(bytes_of(values))
+        buffers.append(view_of(values))
         if indices is not None:
-            buffers.append(bytes_of(indices))
+            buffers.append(view_of(indices))
     return [b"".join(packed), *buffers]
 
 

@@ -178,6 +178,8 @@ class ParameterServerExtended(ReplicatedExtended):
         """Looks after the servers, once they have been reached."""
         self.when_closed: list[Callable[[], None]] = []
         """Called before the run ends."""
+        self.next_closure = 1
+        """The number of the first closure of the next coordinator; servers know those before."""
 
     @property
     def session(self) -> Session:
