@@ -145,6 +145,7 @@ RECORDED: list[tuple[Any, type[Exception], str]] = [
             "load_operator_strategy_file",
             "set_group_ckpt_save_file",
             "dump_local_norm",
+            "transformer_opt",
         )
     ),
     (
@@ -208,6 +209,7 @@ def test_methods_set_what_they_say(mode: str, tmp_path: Any) -> None:
     target.dump_local_norm(str(tmp_path))
     target.enable_device_local_norm()
     target.comm_fusion({"openstate": False})
+    target.transformer_opt("speed_up.json")  # a hint
     found = target.options
     on = (found.force_fp32_communication, found.gradients_mean, found.enable_alltoall)
     assert (*on, found.dump_local_norm, found.dump_device_local_norm) == (True,) * 5

@@ -68,6 +68,8 @@ def test_changes_of_layout_are_shortest_paths(
     for a, b in itertools.product(ways.layouts, repeat=2):
         cost = seconds[ways.number[a], ways.number[b]]
         gone = any(p == PARTIAL and q != PARTIAL for p, q in zip(b, a, strict=True))
+        if not hardware.reduce_scatter:  # a sum is completed at once
+            gone = a != b and PARTIAL in b
         assert np.isinf(cost) == gone  # what is complete never becomes a term of a sum
         if not gone:
             assert sum(c.seconds for c in ways.path(a, b)) == pytest.approx(cost, abs=1e-12)

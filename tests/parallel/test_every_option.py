@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from phalanx.errors import InvalidOptionsError, InvalidValueError, NotFoundError
+from phalanx.errors import InvalidOptionsError, InvalidTypeError, InvalidValueError, NotFoundError
 from phalanx.parallel import Plan, load_mindspore_strategy, parallelize
 from phalanx.parallel.options import SETTABLE
 from phalanx.parallel.strategy_messages import decoded_groups
@@ -142,6 +142,27 @@ def test_strategy_files(name: str, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+def test_layouts_of_a_strategy_file_that_do_not_fit_are_left_out(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MindSpore writes the slots of its optimizers into the file, and networks change."""
+    item = {"dev_matrix": [2, 2], "tensor_map": [1, 0], "tensor_shape": [8, 8]}
+    wide = {"dev_matrix": [3], "tensor_map": [-1, 0], "tensor_shape": [8, 6]}
+    path = tmp_path / f"{mode}.json"
+    items = {"a": item, "b": wide, f"moments.{mode}": item}
+    path.write_text(json.dumps({"parallel_strategy_item": {}, "parallel_layout_item": items}))
+    program = parallelize(
+        loss, ARGS, parallel_mode=mode, devices=FOUR, strategy_ckpt_load_file=str(path)
+    )
+    assert program.layouts["a"] == P("d0", "d1")
+    notes = caplog.messages if program.plan is None else program.plan.notes
+    assert f"moments.{mode} of the strategy file is not in the program." in notes
+    assert any(note.startswith("The strategy file's layout of b is left out.") for note in notes)
+    with pytest.raises(InvalidValueError, match="no parameter of this name"):
+        parallelize(loss, ARGS, parallel_mode=mode, devices=FOUR, parameter_plan={"moments": (2, 2)})
+
+
 def test_bad_strategy_files(tmp_path: Path) -> None:
     path = tmp_path / "bad.ckpt"
     path.write_bytes(b"\xff\xfehello")
@@ -163,6 +184,25 @@ def test_plans_of_other_programs_are_kept_where_they_fit(tmp_path: Path) -> None
     assert program.layouts["a"] == P(None, "x")
     assert any("its shape is [8, 4] there, [8, 6] here" in note for note in program.plan.notes)
     assert any("another program" in note for note in program.plan.notes)
+
+
+def test_what_a_plan_lacks_is_searched(tmp_path: Path) -> None:
+    """A file of which entries are missing, by its path; everything else is kept."""
+    where: Any = {"parallel_mode": "auto_parallel", "devices": FOUR}
+    plan = parallelize(loss, ARGS, parameter_plan={"a": P(None, "x")}, **where).plan
+    assert plan is not None
+    data = json.loads(plan.to_json())
+    data["order"].remove("b")
+    del data["parameters"]["b"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    program = parallelize(loss, ARGS, plan=path, **where)
+    assert set(program.layouts) == {"a", "b"}
+    assert program.layouts["a"] == P(None, "x")
+    assert program.plan is not None
+    assert any("not complete" in note for note in program.plan.notes)
+    with pytest.raises(InvalidTypeError, match="Received: 5"):
+        parallelize(loss, ARGS, plan=5, **where)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["groups.json", "groups.ckpt"])

@@ -220,6 +220,10 @@ def test_layouts_in_dataset_strategy() -> None:
         ({"parameter_broadcast": True, "parallel_mode": "auto_parallel"}, "parameter broadcast"),
         ({"enable_parallel_optimizer": True}, "parallel optimizer is not supported in stand_alone"),
         (
+            {"strategy_ckpt_load_file": "strategy.json", "parallel_mode": "data_parallel"},
+            "strategy_ckpt_load_file could only be used",
+        ),
+        (
             {
                 "parallel_mode": "auto_parallel",
                 "search_mode": "dynamic_programming",
@@ -248,6 +252,15 @@ def test_layouts_in_dataset_strategy() -> None:
 def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
     chosen = changed(ParallelOptions(), options)
     with pytest.raises(InvalidOptionsError, match=words):
+        check_together(chosen, 8)
+
+
+def test_accumulation_and_levels_that_are_set_one_after_the_other() -> None:
+    """MindSpore looks at one order of the two only."""
+    chosen = changed(ParallelOptions(), {"parallel_mode": "data_parallel"})
+    for config in ({"optimizer_level": "level3"}, {"gradient_accumulation_shard": True}):
+        chosen = changed(chosen, {"parallel_optimizer_config": config})
+    with pytest.raises(InvalidOptionsError, match="needs optimizer_level='level2', and it is 'level3'"):
         check_together(chosen, 8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.parallel.gpt import array
 
 import phalanx as px
 from phalanx.parallel import Device, DeviceMesh, Link, Plan, Topology, mesh_of, profile, search
+from phalanx.parallel.plan_text import seconds_text
 
 SLOW = profile("A100").replace(device=Device({"float32": 1e12}, 1e11, 80e9))
 
@@ -90,6 +92,38 @@ def test_bad_files(text: str | None, error: type[Exception], words: str, tmp_pat
         Plan.load(file)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["parameters"]["head"].update(spec=["z"]), "'head' that does not fit.*'z'"),
+        (lambda d: d["parameters"]["head"].update(spec=["y"], shape=[3, 3]), "'head'.*divisible"),
+        (lambda d: d["parameters"]["head"].update(spec="x"), "not complete, or was changed.*not 'x'"),
+        (
+            lambda d: d["parameters"]["head"].update(spec=[3]),
+            r"or was changed.*not \[3\]",
+        ),
+        (lambda d: d["mesh"].update(sizes=[2]), "not complete, or was changed.*a size and a link"),
+        (lambda d: d["predicted"].update(cost="1"), "not complete, or was changed.*is no number"),
+        (
+            lambda d: d["operators"]["dot_general"].update(results=[["z"]]),
+            "cuts 'dot_general' along axes that its mesh.*'z'",
+        ),
+    ],
+)
+def test_files_that_were_changed(plan: Plan, change: Any, words: str) -> None:
+    data = json.loads(plan.to_json())
+    change(data)
+    with pytest.raises(px.errors.InvalidValueError, match=f"(?s){words}"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_other_files(tmp_path: Path) -> None:
+    (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, tmp_path / "picture"):
+        with pytest.raises(px.errors.InvalidValueError, match="This is no plan"):
+            Plan.load(path)
+
+
 def test_differences(plan: Plan) -> None:
     assert plan.diff(plan) == []
     pins = plan.pin("layer/kernel", P("y", "x"))
@@ -149,6 +183,16 @@ def test_shardings(plan: Plan) -> None:
         plan.device_mesh(jax.devices()[:2])
     with pytest.raises(px.errors.InvalidValueError, match="for 5 arrays"):
         shardings.arguments([1])
+
+
+def test_what_is_not_proven_is_said(plan: Plan) -> None:
+    """As a part of what the plan itself takes: half of that is 50 % cheaper, not 100 %."""
+    half = dataclasses.replace(plan, lower_bound=plan.cost / 2)
+    assert (half.proven, half.gap) == (False, 0.5)
+    text = "not proven, another plan may be up to 50.0% cheaper"
+    assert text in str(half).splitlines()[0]
+    assert f"{text}, and none takes less than {seconds_text(plan.cost / 2)}" in half.to_html()
+    assert "optimal" in str(plan).splitlines()[0]
 
 
 def test_plans_are_frozen(plan: Plan) -> None:

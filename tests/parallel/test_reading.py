@@ -68,6 +68,8 @@ def test_gradients_stop() -> None:
 
     graph = graph_of(loss, array(4, 8), array(2, 4))
     assert [e[2] for e in into(graph, "mul")] == [0.0, 1.0]
+    assert [e[2] for e in into(graph, "dot_general")] == [0.0, 0.0]  # its gradient stops later on
+    assert [e[2] for e in into(graph, "dot_general_1")] == [0.0, 1.0]
 
 
 def test_scan_bodies_are_read_once_with_their_rounds() -> None:

@@ -10,6 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from tests.parallel.gpt import arguments, array, loss_of
 from tests.parallel.search.problems import every
@@ -72,14 +73,54 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_no_plan_of_a_small_program_is_better(name: str, sizes: tuple[int, ...]) -> None:
     """Every assignment of every small program, within every budget."""
-    function, args = SMALL[name]
+    check_all_plans(*SMALL[name], sizes)
+
+
+OPERATIONS: list[Any] = [
+    lambda a, b: a @ b,
+    lambda a, b: a + b,
+    lambda a, b: a * jnp.tanh(b),
+    lambda a, b: a.T @ b,
+    lambda a, b: a - a.max(1, keepdims=True),
+    lambda a, b: jax.lax.stop_gradient(a) * b.sum(0),
+    lambda a, b: a.reshape(4, 2, 8).sum(1).repeat(2, 0) + b,
+]
+
+
+@pytest.mark.soak
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 3), st.integers(0, 3)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from([(2,), (4,), (2, 2)]),
+    st.booleans(),
+)
+def test_no_plan_of_a_random_program_is_better(
+    lines: list[Any], sizes: tuple[int, ...], sums: bool
+) -> None:
+    """Each line is computed from two earlier values."""
+
+    def program(w: Any, x: Any) -> Any:
+        values = [w, x]
+        for operation, left, right in lines:
+            values.append(operation(values[left % len(values)], values[right % len(values)]))
+        return jnp.mean(values[-1]) if sums else values[-1]
+
+    check_all_plans(program, (array(8, 8), array(8, 8)), sizes)
+
+
+def check_all_plans(function: Any, args: Any, sizes: tuple[int, ...]) -> None:
+    """No assignment is cheaper than the one that the search finds, within any budget."""
     traced = trace(function, args, 0)
     graph = read(traced.closed, traced.names, traced.results, traced.parameters)
     mesh = flat(*sizes)
     problem = Tables(graph, mesh, A100, Accounting(), {}).problem
     if prod(problem.sizes) > 10**6:
         # The first values of each variable are a problem of the same kind.
-        limit = 3 if len(problem.sizes) < 12 else 2
+        limit = next(n for n in (3, 2, 1) if prod(min(s, n) for s in problem.sizes) <= 10**6)
         keep = [np.arange(min(n, limit)) for n in problem.sizes]
         problem = type(problem)(
             tuple(c[k] for c, k in zip(problem.costs, keep, strict=True)),
@@ -110,7 +151,10 @@ def axes_of(spec: P, dim: int) -> set[str]:
     return set() if entry is None else {entry} if isinstance(entry, str) else set(entry)
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+BLOCKS = [1, 2, *(pytest.param(n, marks=pytest.mark.soak) for n in (3, 4))]
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
 def test_large_batches_and_small_weights_are_data_parallel(blocks: int) -> None:
     args = arguments(blocks=blocks, width=64, vocabulary=128, batch=512, length=64)
     plan = search(loss_of(8), args, flat(2, 4), SLOW)
@@ -125,7 +169,7 @@ def test_large_batches_and_small_weights_are_data_parallel(blocks: int) -> None:
     assert {c.tensor for c in large} <= weights  # nothing but gradients of weights
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", BLOCKS)
 def test_small_batches_and_large_weights_are_cut_as_by_megatron(blocks: int) -> None:
     args = arguments(blocks=blocks, width=1024, vocabulary=64, batch=2, length=32)
     plan = search(loss_of(8), args, flat(4), SLOW)
@@ -150,8 +194,9 @@ def test_small_batches_and_large_weights_are_cut_as_by_megatron(blocks: int) -> 
     assert not [c for c in plan.collectives if c.tensor in weights]  # weights never move
 
 
-def test_large_vocabularies_are_cut() -> None:
-    args = arguments(blocks=1, width=64, vocabulary=2**17, batch=8, length=32)
+@pytest.mark.parametrize("blocks", [1, *BLOCKS[2:]])
+def test_large_vocabularies_are_cut(blocks: int) -> None:
+    args = arguments(blocks=blocks, width=64, vocabulary=2**17, batch=8, length=32)
     plan = search(loss_of(8), args, flat(4), SLOW)
     assert axes_of(plan.parameters["embedding"].spec, 0) | axes_of(plan.parameters["embedding"].spec, 1)
     assert axes_of(plan.parameters["head"].spec, 1) == {"x"}
@@ -331,6 +376,24 @@ def test_what_fits_nowhere_is_told_with_the_tensors() -> None:
     assert "the cheapest one" in text
     assert "up float32[256,1024]" in text or "down float32[1024,256]" in text
     assert text.endswith("Received: memory=100000.")
+    with pytest.raises(px.errors.ResourceExhaustedError, match="The smallest one needs"):
+        search(mlp, args, flat(8), A100, memory=1e5, mode="recursive_programming")
+
+
+def test_searches_that_do_not_look_at_memory_keep_budgets_too() -> None:
+    args = mlp_arguments(2048, 64)
+    greedy = search(mlp, args, flat(4), A100, mode="recursive_programming")
+    least = search(mlp, args, flat(4), A100, memory=greedy.memory.total - 1)
+    assert least.memory.total < greedy.memory.total
+    with pytest.raises(px.errors.ResourceExhaustedError, match="does not look at memory"):
+        search(
+            mlp,
+            args,
+            flat(4),
+            A100,
+            mode="recursive_programming",
+            memory=greedy.memory.total - 1,
+        )
 
 
 # -- pins ------------------------------------------------------------------------------------------
@@ -410,6 +473,26 @@ def test_old_plans_are_kept_where_they_fit() -> None:
             lambda: search(mlp, mlp_arguments(8, 8), 2, A100, time_limit=-1),
             px.errors.InvalidValueError,
             "time_limit is a number of seconds",
+        ),
+        (
+            lambda: search(mlp, mlp_arguments(8, 8), 2, A100, slots=-1),
+            px.errors.InvalidValueError,
+            "slots must be a finite number from 0",
+        ),
+        (
+            lambda: search(mlp, mlp_arguments(8, 8), 2, A100, overlap=2.0),
+            px.errors.InvalidValueError,
+            "overlap must be a finite number from 0 to 1",
+        ),
+        (
+            lambda: search(mlp, mlp_arguments(8, 8), "two", A100),  # type: ignore[arg-type]
+            px.errors.InvalidTypeError,
+            "devices is a number, a mesh",
+        ),
+        (
+            lambda: search(mlp, mlp_arguments(8, 8), ["CPU:0"], A100),  # type: ignore[list-item]
+            px.errors.InvalidTypeError,
+            "Devices are those of jax.devices()",
         ),
         (
             lambda: search(mlp, mlp_arguments(8, 8), 2, parameters=7),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import jax
@@ -11,11 +12,14 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from tests.parallel.hlo import sent
 from tests.parallel.models import check_close
+from tests.parameter_server.jobs import Job
 
 import phalanx as px
 from phalanx.errors import ContextError, InvalidOptionsError, InvalidValueError
-from phalanx.parallel import Layout, value_and_grad
+from phalanx.parallel import Layout, laid_out_variable, shard, value_and_grad
+from phalanx.parallel.storing import made_in_parts
 
 RANDOM = np.random.default_rng(0)
 ROWS, LABELS = (RANDOM.normal(size=(21, n)).astype(np.float32) for n in (6, 4))
@@ -199,3 +203,151 @@ def test_parallel_optimizers_keep_variables_in_parts() -> None:
 def test_modes_of_other_strategies_are_refused() -> None:
     with pytest.raises(InvalidOptionsError, match=r"Use px\.MirroredStrategy for data_parallel"):
         px.AutoParallelStrategy(parallel_mode="data_parallel")
+
+
+# -- options that act in the program of a step ---------------------------------------------------
+
+
+def compiled_step(step: Any, *args: Any, **options: Any) -> Any:
+    """A compiled step on four devices, with a variable that is cut along its columns."""
+    options = {"devices": jax.devices()[:4], "parameter_plan": {"w": (1, 4)}} | options
+    strategy = px.AutoParallelStrategy(**options)
+    with strategy.scope():
+        w = px.Variable(lambda: jnp.ones((16, 16), args[0].dtype), name="w")
+    program = px.function(lambda *xs: strategy.run(functools.partial(step, w), args=xs))
+    return program, program(*args)
+
+
+def test_variables_elsewhere_are_not_read_for_a_step() -> None:
+    job = Job(1)
+    elsewhere = job.variable(np.ones(4, np.float32), name="elsewhere")
+    job.strategy.close()
+    _, found = compiled_step(lambda w, x: jnp.sum(x @ w), jnp.ones((16, 16)))
+    assert float(found) == 16**3
+    assert not job.servers.pulls
+    assert elsewhere.name.startswith("elsewhere")
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_cuts_move_by_all_to_all_if_enabled(enabled: bool) -> None:
+    def step(w: Any, x: Any) -> Any:
+        w.assign(shard(jnp.tanh, ((4, 1),))(x @ w))
+        return w.value()
+
+    x = jnp.arange(256, dtype=jnp.float32).reshape(16, 16) / 256
+    program, found = compiled_step(step, x, enable_alltoall=enabled)
+    assert ("all-to-all" in sent(program.lower(x).compile(), 4)) == enabled
+    check_close(found, jnp.tanh(x @ jnp.ones((16, 16))))
+
+
+@pytest.mark.parametrize(
+    ("options", "wide"),
+    [
+        ({}, 1),  # the gradient
+        ({"gradient_fp32_sync": False}, 0),
+        ({"force_fp32_communication": True}, 2),
+    ],
+)
+def test_sums_of_steps_in_32_bits(options: Any, wide: int) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return px.value_and_grad(lambda: jnp.sum(jnp.tanh(x @ w)), [w])()
+
+    x = jnp.ones((16, 16), jnp.bfloat16)
+    program, (_, (gradient,)) = compiled_step(step, x, **options)
+    assert gradient.dtype == jnp.bfloat16
+    products = [line for line in program.lower(x).as_text().splitlines() if "dot_general" in line]
+    assert len(products) == 2
+    assert sum("-> tensor<16x16xf32>" in line for line in products) == wide
+
+
+def test_gradients_of_variables_are_those_that_options_ask_for(tmp_path: Any) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return px.values_and_grads(lambda: (jnp.sum(x @ w), jnp.sum(w * 2)), [[w], [w]])()[1]
+
+    x = jnp.ones((16, 16))
+    dumped = {"dump_local_norm": True, "dump_local_norm_path": str(tmp_path)}
+    found = compiled_step(step, x, loss_repeated_mean=False, **dumped)[1]
+    check_close(jax.block_until_ready(found), ([np.full((16, 16), 64.0)], [np.full((16, 16), 8.0)]))
+    jax.effects_barrier()
+    lines = (tmp_path / "rank_0_local_norm.txt").read_text().split()
+    assert {lines[0], float(lines[1]), float(lines[3])} == {"w", 64.0 * 8, 8.0 * 8}  # of its columns
+
+
+def test_levels_cut_and_gather_what_a_step_differentiates() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return value_and_grad(lambda p, x: jnp.sum(jnp.tanh(x @ p["w"]) ** 2))({"w": w.value()}, x)
+
+    x = jnp.ones((16, 16)) / 16
+    gathers = {}
+    for level in ("level1", "level2", "level3"):
+        program, (_, gradient) = compiled_step(
+            step,
+            x,
+            parallel_mode="semi_auto_parallel",
+            parameter_plan={},
+            enable_alltoall=True,  # which adds no constraints
+            enable_parallel_optimizer=True,
+            parallel_optimizer_config={"parallel_optimizer_threshold": 0, "optimizer_level": level},
+        )
+        assert level == "level1" or gradient["w"].sharding.shard_shape((16, 16)) == (4, 16)
+        gathers[level] = program.lower(x).as_text().count("sdy.sharding_constraint")
+    assert gathers["level1"] < gathers["level2"] < gathers["level3"]
+
+
+@pytest.mark.parametrize("gradients_of", [px.value_and_grad, value_and_grad])
+def test_eager_steps_find_what_was_compiled(gradients_of: Any) -> None:
+    traced = []
+
+    @jax.jit
+    def loss(w: Any) -> Any:
+        traced.append(w)
+        return jnp.sum(w**2)
+
+    for _ in range(2):  # strategies may have other options, so each traces for itself
+        strategy = px.AutoParallelStrategy(devices=["CPU:0", "CPU:1"], parameter_plan={"w": (2,)})
+        with strategy.scope():
+            w = px.Variable(np.ones(4, np.float32), name="w")
+
+        def step(w: Any = w) -> None:
+            if gradients_of is px.value_and_grad:
+                w.assign_sub(px.value_and_grad(lambda: loss(w.value()), [w])()[1][0])
+            else:
+                w.assign_sub(value_and_grad(loss)(w.value())[1])
+
+        counts = []
+        for _ in range(3):
+            strategy.run(step)
+            counts.append(len(traced))
+        assert counts[0] == counts[2]
+    assert len(traced) == 2
+
+
+def test_files_are_written_when_a_step_runs(tmp_path: Any) -> None:
+    files = {"strategy_ckpt_save_file": "s.json", "group_ckpt_save_file": "g.json"}
+    options: Any = {name: str(tmp_path / file) for name, file in files.items()}
+    strategy = px.AutoParallelStrategy(parameter_plan={"w": (4, 1)}, **options)
+    with strategy.scope():
+        px.Variable(lambda: jnp.ones((16, 16)), name="w")
+    assert not list(tmp_path.iterdir())
+    strategy.run(lambda: 0)
+    assert len(json.loads((tmp_path / "g.json").read_text())["parameter_groups"]["w"]) == 4
+    again = px.AutoParallelStrategy(strategy_ckpt_load_file=options["strategy_ckpt_save_file"])
+    with again.scope():
+        w = px.Variable(lambda: jnp.ones((16, 16)), name="w")
+    assert w.sharding.shard_shape(w.shape) == (4, 16)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_variables_may_be_made_whole_first(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = []
+
+    def watched(make: Any, *rest: Any) -> Any:
+        programs.append(make)
+        return made_in_parts(make, *rest)
+
+    monkeypatch.setattr(laid_out_variable, "made_in_parts", watched)
+    strategy = px.AutoParallelStrategy(parameter_plan={"w": (8,)}, init_param_in_compile=in_parts)
+    with strategy.scope():
+        w = px.Variable(lambda: jnp.ones(16), name="w")
+    assert w.sharding.shard_shape(w.shape) == (2,)
+    assert len(programs) == in_parts

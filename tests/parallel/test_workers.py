@@ -82,6 +82,23 @@ def test_modes_over_workers_equal_one_device(
     assert (found[0]["plan"] is not None) == (mode == "auto_parallel")
 
 
+def averaged(rows: int) -> float:
+    """A number that the function itself averages over the devices."""
+    all_devices()
+    program = parallelize(
+        lambda w, x: jax.lax.pmean(jnp.mean(x * w), "replica"),
+        (np.float32(2), np.ones(8, np.float32)),
+        parallel_mode="hybrid_parallel",
+        gradients_mean=True,
+    )
+    return float(program(np.float32(2), np.arange(rows, dtype=np.float32)))
+
+
+def test_parts_that_two_devices_compute(cluster: px.testing.MultiProcess) -> None:
+    """Ten rows on four devices of two workers are two parts of five; three rows are one."""
+    assert cluster.run(lambda: [averaged(10), averaged(3)]) == [[9.0, 2.0]] * 2
+
+
 def planned(far: bool) -> Any:
     args = (PARAMS, *batch(64, 8))
     hardware = slow_network() if far else profile("A100")

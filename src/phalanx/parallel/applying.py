@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.errors import InvalidValueError
 from phalanx.parallel.operators.local import computed_in_parts
+from phalanx.parallel.placing import with_auto_axes
 from phalanx.parallel.plan import OperatorPlan, Plan
 from phalanx.parallel.reading import CALLS, REMAT, read
 from phalanx.parallel.tracing import trace
@@ -47,7 +48,7 @@ def apply(
     >>> float(jax.jit(apply(loss, plan))(*args)) == float(loss(*args))
     True
     """
-    used = plan.device_mesh() if mesh is None else mesh
+    used = plan.device_mesh() if mesh is None else with_auto_axes(mesh)
 
     def applied(*args: Any) -> Any:
         traced = trace(function, args, parameters)
@@ -123,6 +124,21 @@ class Interpreter:
             return x
         return self.named(x, f"{key}.{number}" if number else key, operator.results[number])
 
+    def entering(self, values: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
+        """What stands for some values in a part of the program that is traced by itself."""
+        del given
+        return values
+
+    def leaving(self, results: list[Any], place: tuple[Any, ...]) -> list[Any]:
+        """The results of such a part, in it."""
+        del place
+        return results
+
+    def left(self, results: Sequence[Any], place: tuple[Any, ...]) -> Sequence[Any]:
+        """The results of such a part, outside of it."""
+        del place
+        return results
+
     def run(
         self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Any], place: tuple[Any, ...]
     ) -> list[Any]:
@@ -172,7 +188,8 @@ class Interpreter:
 
     def _remat(self, eqn: Any, operands: Sequence[Any], place: tuple[Any, ...]) -> Sequence[Any]:
         def block(*xs: Any) -> list[Any]:
-            return self._inner(eqn.params["jaxpr"], xs, place)
+            given = self.entering(xs, operands)
+            return self.leaving(self._inner(eqn.params["jaxpr"], given, place), place)
 
         if eqn.params.get("differentiated"):  # it is in a gradient, and must be computed again there
             closed, _ = compat.jaxpr_and_result(block, *operands)
@@ -183,12 +200,12 @@ class Interpreter:
             )
             params = {**eqn.params, "jaxpr": jaxpr}
             results: Sequence[Any] = eqn.primitive.bind(*closed.consts, *operands, **params)
-            return results
+            return self.left(results, place)
         again = jax.checkpoint(
             block, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
         )
         found: Sequence[Any] = again(*operands)
-        return found
+        return self.left(found, place)
 
     def _scan(self, eqn: Any, operands: Sequence[Any], place: tuple[Any, ...]) -> Sequence[Any]:
         consts, carries = compat.scan_counts(eqn)

@@ -252,6 +252,14 @@ class AutoParallel:
         """Print the norm of all local gradients of each device."""
         self._set(dump_device_local_norm=True)
 
+    def transformer_opt(self, file_path: str) -> None:
+        """A hint without effect: the file tunes how Ascend devices communicate, which XLA decides here.
+
+        Args:
+            file_path: of MindSpore's configuration, which is not read.
+        """
+        _checked_path(file_path)
+
     def no_init_parameters_in_compile(self) -> None:
         """Let `Parallelized.create` make parameters first, and place them then."""
         self._set(init_param_in_compile=False)

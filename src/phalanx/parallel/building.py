@@ -19,6 +19,7 @@ from phalanx.parallel.plan import (
     RunnerUp,
     TensorPlan,
 )
+from phalanx.parallel.plan_text import spec_text
 from phalanx.parallel.search.problem import Solution, Table
 from phalanx.parallel.tables import Tables
 
@@ -198,5 +199,7 @@ class _Builder:
         known = list(others)
         for kind in (PARAMETER, INPUT):
             for t in tensors[kind].values():
-                known += [RunnerUp(f"{t.name} as {a.spec}", a.cost) for a in t.alternatives[:1]]
+                known += [
+                    RunnerUp(f"{t.name} as {spec_text(a.spec)}", a.cost) for a in t.alternatives[:1]
+                ]
         return min(known, key=lambda r: r.cost, default=None)

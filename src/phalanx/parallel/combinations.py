@@ -71,6 +71,15 @@ def _mode_conflicts(options: ParallelOptions) -> list[str]:
             f"parallel optimizer is not supported in {mode}; set parallel_mode to 'data_parallel', "
             "'semi_auto_parallel' or 'auto_parallel'"
         )
+    if options.gradient_accumulation_shard and options.optimizer_level not in (None, "level2"):
+        found.append(
+            f"gradient_accumulation_shard needs optimizer_level='level2', and it is "
+            f"{options.optimizer_level!r}"
+        )
+    if options.strategy_ckpt_load_file and mode not in AUTO_MODES:
+        found.append(
+            "strategy_ckpt_load_file could only be used under semi_auto_parallel or auto_parallel"
+        )
     if not options.pipeline_interleave and options.pipeline_scheduler != "1f1b":
         found.append(
             f"pipeline_scheduler={options.pipeline_scheduler!r} needs pipeline_interleave=True"

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from phalanx.errors import InvalidTypeError
 from phalanx.parallel.options import ParallelOptions, changed, read
 
@@ -24,6 +26,9 @@ _process = [ParallelOptions()]
 _scoped: contextvars.ContextVar[ParallelOptions | None] = contextvars.ContextVar(
     "parallel options", default=None
 )
+_seen: list[ParallelOptions] = [ParallelOptions()]
+_cache_key = jax.make_user_context(0)
+"""The number of the options in force, for `jax.jit`: what it traced with others is not used."""
 
 
 def set_auto_parallel_context(*unexpected: Any, **options: Any) -> None:
@@ -44,7 +49,7 @@ def set_auto_parallel_context(*unexpected: Any, **options: Any) -> None:
     if unexpected:
         raise InvalidTypeError("too many positional arguments")
     with _lock:
-        _process[0] = changed(_process[0], options)
+        _set(changed(_process[0], options))
 
 
 def get_auto_parallel_context(attr_key: str) -> Any:
@@ -64,7 +69,19 @@ def reset_auto_parallel_context() -> None:
         >>> reset_auto_parallel_context()
     """
     with _lock:
-        _process[0] = ParallelOptions()
+        _set(ParallelOptions())
+
+
+def _set(options: ParallelOptions) -> None:
+    _process[0] = options
+    _cache_key.set_global(_number(options))
+
+
+def _number(options: ParallelOptions) -> int:
+    """The same for options that are equal."""
+    if options not in _seen:
+        _seen.append(options)
+    return _seen.index(options)
 
 
 def current_options() -> ParallelOptions:
@@ -77,7 +94,10 @@ def current_options() -> ParallelOptions:
 def options_in_force(options: ParallelOptions) -> Iterator[None]:
     """Let other options be in force for a block of code, in this thread or task."""
     token = _scoped.set(options)
+    with _lock:
+        number = _number(options)
     try:
-        yield
+        with _cache_key(number):
+            yield
     finally:
         _scoped.reset(token)

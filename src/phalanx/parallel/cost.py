@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.parallel.hardware import Hardware
-from phalanx.parallel.layout import NONE, PARTIAL, Layout, Shape, fits, layouts, pieces
+from phalanx.parallel.layout import NONE, PARTIAL, Layout, Shape, fits, layouts, pieces, summed
 from phalanx.parallel.mesh import DeviceMesh, Link
 
 Table = npt.NDArray[np.float64]
@@ -219,8 +219,24 @@ def _exchanges(
             )
 
 
+def groups_of(layout: Layout, loops: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The axes that are still to be summed over, those together that cut the same loop of an operator.
+
+    >>> groups_of((PARTIAL, 0, PARTIAL), (2, 1, 3)), groups_of((PARTIAL, 0, PARTIAL), (2, 1, 2))
+    (((0,), (2,)), ((0, 2),))
+    """
+    found: dict[int, list[int]] = {}
+    for axis, (dim, loop) in enumerate(zip(layout, loops, strict=True)):
+        if dim == PARTIAL:
+            found.setdefault(loop, []).append(axis)
+    return tuple(tuple(axes) for axes in found.values())
+
+
 class Resharding:
     """The cheapest ways between all layouts of a tensor.
+
+    Where there is no reduce-scatter, XLA completes a sum before it cuts or gathers the tensor. It sums
+    over the axes that cut one dim of an operand at once, and over those of another dim after that.
 
     Args:
         shape: of the whole tensor.
@@ -233,12 +249,15 @@ class Resharding:
         self.layouts = layouts(shape, mesh.sizes, partial=True)
         self.number = {layout: i for i, layout in enumerate(self.layouts)}
         self.whole = prod(shape) * itemsize
+        self._mesh, self._sums_first = mesh, not hardware.reduce_scatter
         count = len(self.layouts)
         seconds = np.full((count, count), np.inf)
         np.fill_diagonal(seconds, 0.0)
         self._steps: dict[tuple[int, int], list[CollectiveOperation]] = {}
         self._after = np.tile(np.arange(count), (count, 1))
         for start, layout in enumerate(self.layouts):
+            if self._sums_first and PARTIAL in layout:
+                continue
             held = self.whole / pieces(layout, mesh.sizes)
             for other, found in moves(layout, shape, held, mesh, hardware):
                 end = self.number[other]
@@ -247,22 +266,72 @@ class Resharding:
                     seconds[start, end] = cost
                     self._steps[start, end] = found
         for middle in range(count):
+            if self._sums_first and PARTIAL in self.layouts[middle]:
+                continue
             through = seconds[:, middle, None] + seconds[None, middle, :]
             better = through < seconds * (1 - 1e-12)
             if better.any():
                 seconds = np.where(better, through, seconds)
                 self._after = np.where(better, self._after[:, middle, None], self._after)
+        if self._sums_first:
+            for start, layout in enumerate(self.layouts):
+                if PARTIAL in layout:
+                    complete = self.number[summed(layout)]
+                    seconds[start] = seconds[complete] + sum(c.seconds for c in self._sums(layout))
+                    seconds[start, start] = 0.0
         self.seconds = quantised(seconds)
-        """From each layout to each other one."""
+        """From each layout to each other one, with sums over all axes at once."""
 
-    def steps(self, start: Layout, end: Layout) -> Iterator[tuple[Layout, list[CollectiveOperation]]]:
-        """The moves on the cheapest way from one layout to another, and their collectives."""
+    def _sums(
+        self, layout: Layout, groups: Sequence[Sequence[int]] | None = None
+    ) -> list[CollectiveOperation]:
+        """The sums that complete a tensor: one for each group of axes, or one over all."""
+        mesh = self._mesh
+        held = self.whole / pieces(layout, mesh.sizes)
+        if groups is None:
+            groups = [[axis for axis, dim in enumerate(layout) if dim == PARTIAL]]
+        found = []
+        for group in groups:
+            axes = tuple(axis for axis in group if mesh.sizes[axis] > 1)
+            links, sizes = [mesh.links[a] for a in axes], [mesh.sizes[a] for a in axes]
+            if axes:
+                found.append(CollectiveOperation("all-reduce", axes, *all_reduce(links, sizes, held)))
+        return found
+
+    def extra(self, layout: Layout, loops: Sequence[int]) -> float:
+        """The seconds that sums over axes of different loops take in addition.
+
+        Args:
+            layout: that an operator computes the tensor in.
+            loops: of the operator, that the axes cut.
+        """
+        if not self._sums_first or layout.count(PARTIAL) < 2:
+            return 0.0
+        apart = sum(c.seconds for c in self._sums(layout, groups_of(layout, loops)))
+        return apart - sum(c.seconds for c in self._sums(layout))
+
+    def steps(
+        self, start: Layout, end: Layout, loops: Sequence[int] | None = None
+    ) -> Iterator[tuple[Layout, list[CollectiveOperation]]]:
+        """The moves on the cheapest way from one layout to another, and their collectives.
+
+        Args:
+            start: where to begin.
+            end: where to go.
+            loops: of the operator that computes the tensor, that the axes cut.
+        """
+        if self._sums_first and PARTIAL in start and start != end:
+            groups = None if loops is None else groups_of(start, loops)
+            yield summed(start), self._sums(start, groups)
+            start = summed(start)
         here, there = self.number[start], self.number[end]
         while here != there:
             after = int(self._after[here, there])
             yield self.layouts[after], self._steps[here, after]
             here = after
 
-    def path(self, start: Layout, end: Layout) -> list[CollectiveOperation]:
-        """The collectives on the cheapest way from one layout to another."""
-        return [c for _, found in self.steps(start, end) for c in found]
+    def path(
+        self, start: Layout, end: Layout, loops: Sequence[int] | None = None
+    ) -> list[CollectiveOperation]:
+        """The collectives on the cheapest way from one layout to another; see `steps`."""
+        return [c for _, found in self.steps(start, end, loops) for c in found]

@@ -28,7 +28,7 @@ from phalanx.runtime import compat
 from phalanx.runtime.placement import REPLICA_AXIS
 from phalanx.train.sliced_updates import Sliced
 
-__all__ = ["LocalProgram", "divided", "kept_mesh"]
+__all__ = ["LocalProgram", "divided", "kept_mesh", "state_layouts"]
 
 _GROUP, _MEMBER = "replica_group", "replica_member"
 """The axes of devices that keep the state in groups."""
@@ -44,25 +44,19 @@ def divided(
 
     Args:
         task: what is to run.
-        mesh: of the axis of replicas; the batch is cut along it.
+        mesh: with the axis of replicas; the batch is cut along it.
         layerwise: parameters of which each device has its own part, and how they are cut.
         local_program: what runs on each device; one that gets whole batches must cut them itself.
     """
-    names, shapes, states = task.names(), task.shapes(), task.states()
-    kept = kept_mesh(mesh, task.options)
-    owned = [(n, s) for n, s, is_state in zip(names, shapes, states, strict=True) if is_state]
-    known = given_layouts(mesh, owned, layerwise)
+    states = task.states()
+    kept, known, of_state = state_layouts(task, mesh, layerwise)
     specs = []
-    leaves = zip(names, jax.tree.leaves(task.args), states, strict=True)
-    for name, leaf, is_state in leaves:
-        if is_state:
-            spec = stored(like(name, leaf.shape, known) or PartitionSpec(), leaf, kept, task.options)
-            if any(spec) and name in known:
-                known = {**known, name: (tuple(leaf.shape), spec)}
+    for leaf, spec in zip(jax.tree.leaves(task.args), of_state, strict=True):
+        if spec is not None:
             specs.append(spec)
         elif not leaf.shape or local_program is not None:
             specs.append(PartitionSpec())
-        elif leaf.shape[0] % mesh.size:
+        elif leaf.shape[0] % mesh.shape[REPLICA_AXIS]:
             return None
         else:
             specs.append(PartitionSpec(REPLICA_AXIS))
@@ -78,6 +72,29 @@ def divided(
     mapped = local.mapped(out_specs, [i for i in differing if not local.shapes[i]])
     arguments = jax.tree.unflatten(structure, shardings)
     return ParallelProgram(jax.jit(mapped, donate_argnums=task.donate), arguments, known)
+
+
+def state_layouts(
+    task: ParallelTask, mesh: Mesh, layerwise: Mapping[str, PartitionSpec]
+) -> tuple[Mesh, Known, list[PartitionSpec | None]]:
+    """How the state is kept: the devices, the layouts of parameters, and those of leaves of arguments.
+
+    The layout of a leaf that is not a part of the state is None.
+    """
+    names, shapes, states = task.names(), task.shapes(), task.states()
+    kept = kept_mesh(mesh, task.options)
+    owned = [(n, s) for n, s, is_state in zip(names, shapes, states, strict=True) if is_state]
+    known = given_layouts(mesh, owned, layerwise)
+    specs: list[PartitionSpec | None] = []
+    for name, leaf, is_state in zip(names, jax.tree.leaves(task.args), states, strict=True):
+        if not is_state:
+            specs.append(None)
+            continue
+        spec = stored(like(name, leaf.shape, known) or PartitionSpec(), leaf, kept, task.options)
+        if any(spec) and name in known:
+            known = {**known, name: (tuple(leaf.shape), spec)}
+        specs.append(spec)
+    return kept, known, specs
 
 
 def kept_mesh(mesh: Mesh, options: ParallelOptions) -> Mesh:

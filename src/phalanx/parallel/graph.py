@@ -120,6 +120,7 @@ def finished(
         constants: the bytes of arrays in the program.
         training: whether the gradient is computed.
     """
+    edges_ = _with_gradients(nodes, edges_)
     uses: dict[tuple[int, int], list[Edge]] = defaultdict(list)
     for edge in edges_:
         uses[edge.source, edge.result].append(edge)
@@ -154,6 +155,24 @@ def finished(
     if training:
         finished, edges = _keeping(finished, edges, [region for _, region in order])
     return Graph(tuple(finished), tuple(edges), tuple(notes), constants)
+
+
+def _with_gradients(nodes: Sequence[GraphNode], edges: Sequence[Edge]) -> list[Edge]:
+    """The edges, without gradients that no result asks for, because they stop on the way.
+
+    The nodes stay as they are: XLA holds what they read about as long as if it were needed.
+    """
+    before: dict[int, list[int]] = defaultdict(list)
+    for e in edges:
+        if e.backward:
+            before[e.target].append(e.source)
+    todo = [i for i, node in enumerate(nodes) if node.kind == OUTPUT]
+    reached = set(todo)
+    while todo:
+        found = [i for i in before[todo.pop()] if i not in reached]
+        reached.update(found)
+        todo += found
+    return [e if e.target in reached else replace(e, backward=0.0) for e in edges]
 
 
 def _keeping(

@@ -115,8 +115,14 @@ def _traced(initial: InitialValue) -> tuple[Any, InitialValue]:
     return shape, InitialValue(make, initial.dtype, initial.shape, initial.name)
 
 
-def initial_parts(initial: InitialValue, sharding: NamedSharding) -> jax.Array:
-    """An initial value, of which each device makes or gets its own part only."""
+def initial_parts(initial: InitialValue, sharding: NamedSharding, in_parts: bool = True) -> jax.Array:
+    """An initial value, of which each device makes or gets its own part only.
+
+    Args:
+        initial: the value, or the function that makes it.
+        sharding: which device gets which part.
+        in_parts: whether a function is one program that makes the parts; if not, it makes the whole.
+    """
     if callable(initial.given):
         make = initial.given
 
@@ -124,7 +130,7 @@ def initial_parts(initial: InitialValue, sharding: NamedSharding) -> jax.Array:
             value = jnp.asarray(make())
             return jax.lax.convert_element_type(value, value.dtype)  # which is never weak
 
-        made: jax.Array = made_in_parts(typed, sharding)
+        made: jax.Array = made_in_parts(typed, sharding) if in_parts else placed(typed(), sharding)
         return made
     value = initial.array() if isinstance(initial.given, jax.Array) else initial.given
     found: jax.Array = placed(value, sharding)

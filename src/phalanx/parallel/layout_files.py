@@ -14,16 +14,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.errors import InvalidValueError, NotFoundError
 from phalanx.parallel.mindspore_files import strategy_data
+from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.plan_files import from_data, to_data
 from phalanx.parallel.strategy_messages import encoded, encoded_groups
 
-__all__ = ["load", "save", "save_groups"]
+__all__ = ["load", "save", "save_groups", "write"]
 
 Layouts = Mapping[str, tuple[tuple[int, ...], PartitionSpec]]
 
@@ -58,6 +60,27 @@ def _parts(item: Mapping[str, Any]) -> tuple[int, ...]:
     sizes = item["dev_matrix"]
     listed = ([axes] if isinstance(axes, int) else axes for axes in item["tensor_map"])
     return tuple(prod(sizes[-1 - axis] for axis in axes if axis >= 0) for axes in listed)
+
+
+def write(
+    options: ParallelOptions, mesh: Mesh, known: Layouts, inputs: Layouts, plan: Plan | None
+) -> None:
+    """Write the files that options ask for, from the first process.
+
+    Args:
+        options: that are in force.
+        mesh: the devices.
+        known: the layouts of parameters.
+        inputs: those of other arguments.
+        plan: if there is one.
+    """
+    if jax.process_index() or not known:
+        return
+    if options.strategy_ckpt_save_file:
+        listed = known if options.only_trainable_params else {**known, **inputs}
+        save(options.strategy_ckpt_save_file, mesh, listed, plan)
+    if options.group_ckpt_save_file:
+        save_groups(options.group_ckpt_save_file, mesh, known, options.global_rank)
 
 
 def save(path: str, mesh: Mesh, layouts: Layouts, plan: Plan | None) -> None:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.execution.throttle import token
+from phalanx.parallel.arrays_of import OtherResults
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import Cuts, batch_spec, names_of, specs_on
 from phalanx.parallel.planning import Planner, Seen, check_known, dataset_cuts
@@ -69,11 +70,13 @@ class ParallelProgram:
         call: takes the arguments, and returns the results and a token for the throttle.
         arguments: a nest of shardings like the arguments.
         known: the layouts of the parameters.
+        others: what the function returns besides arrays.
     """
 
     call: Any
     arguments: Any
     known: Known = field(default_factory=dict)
+    others: OtherResults = field(default_factory=OtherResults)
 
 
 # -- programs that see the whole batch -----------------------------------------------------------------
@@ -95,23 +98,23 @@ def whole(
     run = replace(run, known=known)
     function = with_wide_sums(task.function) if task.options.force_fp32_communication else task.function
 
-    is_given = task.options.parallel_mode == "semi_auto_parallel"
-    if is_given and not task.options.enable_alltoall:  # a plan has its own routes
-        function = without_all_to_all(function, mesh, specs)
-
-    def traced(*args: Any) -> Any:
-        with in_run(run):
-            return function(*args), token(spans_workers(tuple(mesh.devices.flat)))
-
     def kept(spec: PartitionSpec, leaf: Any) -> PartitionSpec:
         return stored(spec, leaf, mesh, task.options)
 
-    traced.__name__ = getattr(task.function, "__name__", "program")
     leaves, structure = jax.tree.flatten(task.args)
     specs = [
         kept(spec, leaf) if is_state else spec
         for spec, leaf, is_state in zip(specs, leaves, task.states(), strict=True)
     ]
+    is_given = task.options.parallel_mode == "semi_auto_parallel"
+    if is_given and not task.options.enable_alltoall:  # a plan has its own routes
+        function = without_all_to_all(_with_results(function, mesh, known, kept), mesh, specs)
+
+    def traced(*args: Any) -> Any:
+        with in_run(run):
+            return function(*args), token(spans_workers(tuple(mesh.devices.flat)))
+
+    traced.__name__ = getattr(task.function, "__name__", "program")
     arguments = jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
     results, _ = jax.eval_shape(traced, *task.args)
     leaves, shape = jax.tree.flatten(results)
@@ -129,6 +132,28 @@ def whole(
         donate_argnums=task.donate,
     )
     return ParallelProgram(call, arguments, known)
+
+
+def _with_results(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    known: Known,
+    kept: Callable[[PartitionSpec, Any], PartitionSpec],
+) -> Callable[..., Any]:
+    """A function that says itself how its results are laid out."""
+
+    def laid_out(*args: Any) -> Any:
+        results = function(*args)
+        leaves, structure = jax.tree.flatten(results)
+        for i, name in enumerate(names_of(results)):
+            found = like(name, jax.numpy.shape(leaves[i]), known)
+            if found is not None and any(found):
+                sharding = NamedSharding(mesh, kept(found, leaves[i]))
+                leaves[i] = jax.lax.with_sharding_constraint(leaves[i], sharding)
+        return jax.tree.unflatten(structure, leaves)
+
+    laid_out.__name__ = getattr(function, "__name__", "function")
+    return laid_out
 
 
 def laid_out(

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from phalanx.core.run_hooks import say_once
 from phalanx.errors import InvalidOptionsError, InvalidTypeError, InvalidValueError, UnsupportedError
-from phalanx.parallel import layout_files, modes
-from phalanx.parallel.arrays_of import dtype_of, is_array, with_others
+from phalanx.parallel import layout_files, modes, placing
+from phalanx.parallel.arrays_of import (
+    OtherResults,
+    argument_numbers,
+    dtype_of,
+    is_array,
+    merged,
+    with_others,
+)
 from phalanx.parallel.combinations import check_together
 from phalanx.parallel.context import current_options
-from phalanx.parallel.divided import divided, kept_mesh
 from phalanx.parallel.hardware import Hardware
 from phalanx.parallel.options import AUTO_MODES, ParallelOptions, changed
-from phalanx.parallel.placing import Cuts, factored_mesh, mesh_for, names_of
+from phalanx.parallel.placing import Cuts, factored_mesh, names_of
 from phalanx.parallel.plan import Plan
-from phalanx.parallel.planning import Planner
+from phalanx.parallel.planning import Planner, given_plan, that_fit
 from phalanx.parallel.ready import ReadyProgram
 from phalanx.parallel.running import ParallelRun, value_and_grad
 from phalanx.parallel.spanning import (
@@ -33,7 +41,7 @@ from phalanx.parallel.spanning import (
     spans_workers,
 )
 from phalanx.parallel.storing import Known, made_in_parts
-from phalanx.parallel.uneven_batches import unevenly_divided
+from phalanx.parallel.uneven_batches import of_parts
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, default_devices, resolve_devices
 from phalanx.runtime.formatting import shown
@@ -55,6 +63,7 @@ class Setup:
         plan: that was made before.
         hardware: of the devices.
         limits: of the search.
+        loaded: the names of the layouts that a strategy file gave.
     """
 
     options: ParallelOptions
@@ -65,6 +74,7 @@ class Setup:
     plan: Plan | None
     hardware: Hardware | str | None
     limits: Mapping[str, Any]
+    loaded: frozenset[str] = frozenset()
 
     def planner(self) -> Planner:
         """Who finds plans for losses."""
@@ -76,6 +86,7 @@ class Setup:
             self.limits,
             self.parameter_plan,
             self.plan,
+            self.loaded,
         )
 
 
@@ -85,7 +96,7 @@ def set_up(
     mesh: Mesh | None = None,
     parameter_plan: Mapping[str, Cuts] | None = None,
     layerwise_parallel: Sequence[str] | Mapping[str, Any] = (),
-    plan: Plan | str | None = None,
+    plan: Plan | str | Path | None = None,
     hardware: Hardware | str | None = None,
     **limits: Any,
 ) -> Setup:
@@ -94,6 +105,7 @@ def set_up(
         raise InvalidValueError(
             f"Give a mesh, or devices, not both. Received: mesh={mesh}, devices={shown(devices)}"
         )
+    mesh = None if mesh is None else placing.with_auto_axes(mesh)
     available = _available(options, devices, mesh)
     check_together(options, len(available))
     _check_acting(options)
@@ -109,8 +121,8 @@ def set_up(
             f"Received: {len(chosen)} devices of {len(available)}, on {jax.process_count()} workers"
         )
     _check_mode(options.parallel_mode, parameter_plan, layerwise_parallel, plan)
-    cuts = dict(parameter_plan or {})
-    given = Plan.load(plan) if isinstance(plan, str) else plan
+    cuts, loaded = dict(parameter_plan or {}), dict[str, tuple[int, ...]]()
+    given = given_plan(plan)
     if given is None and options.strategy_ckpt_load_file:
         given, loaded = layout_files.load(options.strategy_ckpt_load_file)
         cuts = {**loaded, **cuts}
@@ -124,8 +136,14 @@ def set_up(
         mesh = given.device_mesh(chosen)
     strategy = options.dataset_strategy
     if mesh is None and options.parallel_mode in AUTO_MODES:
-        mesh = mesh_for([*cuts.values(), *(() if isinstance(strategy, str) else strategy)], chosen)
-    return Setup(options, chosen, mesh, cuts, _layerwise(layerwise_parallel), given, hardware, limits)
+        mesh = placing.mesh_for(
+            [*cuts.values(), *(() if isinstance(strategy, str) else strategy)], chosen
+        )
+    own, of_file = (
+        placing.layerwise_specs(layerwise_parallel),
+        frozenset(loaded) - set(parameter_plan or ()),
+    )
+    return Setup(options, chosen, mesh, cuts, own, given, hardware, limits, of_file)
 
 
 def _available(
@@ -134,6 +152,8 @@ def _available(
     if mesh is not None:
         return tuple(mesh.devices.flat)
     if devices is not None:
+        if isinstance(devices, str | int) or not devices:
+            raise InvalidTypeError(f"devices is a list of one device or more. Received: {devices!r}")
         if all(isinstance(device, jax.Device) for device in devices):
             return tuple(devices)  # perhaps of several processes
         return resolve_devices(devices)
@@ -185,16 +205,6 @@ def _check_mode(mode: str, parameter_plan: Any, layerwise: Any, plan: Any) -> No
         )
 
 
-def _layerwise(given: Sequence[str] | Mapping[str, Any]) -> dict[str, PartitionSpec]:
-    if isinstance(given, str):
-        raise InvalidTypeError(
-            f"layerwise_parallel must be a list of names, or layouts by name. Received: {shown(given)}"
-        )
-    if isinstance(given, Mapping):
-        return {name: PartitionSpec(*spec) for name, spec in given.items()}
-    return {name: PartitionSpec(REPLICA_AXIS) for name in given}
-
-
 def parallelize(
     function: Callable[..., Any],
     example_args: Sequence[Any],
@@ -204,7 +214,7 @@ def parallelize(
     mesh: Mesh | None = None,
     parameter_plan: Mapping[str, Cuts] | None = None,
     layerwise_parallel: Sequence[str] | Mapping[str, Any] = (),
-    plan: Plan | str | None = None,
+    plan: Plan | str | Path | None = None,
     hardware: Hardware | str | None = None,
     memory: float | None = None,
     time_limit: float | None = None,
@@ -256,9 +266,10 @@ def parallelize(
     wanted = changed(current_options(), options)
     limits = {"memory": memory, "time_limit": time_limit}
     setup = set_up(wanted, devices, mesh, parameter_plan, layerwise_parallel, plan, hardware, **limits)
-    numbers = (parameters,) if isinstance(parameters, int) else tuple(parameters)
-    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    return Parallelized(function, tuple(example_args), numbers, donated, setup)
+    given = tuple(example_args)
+    numbers = argument_numbers("parameters", parameters, len(given))
+    donated = argument_numbers("donate_argnums", donate_argnums, len(given))
+    return Parallelized(function, given, numbers, donated, setup)
 
 
 class Parallelized:
@@ -276,22 +287,16 @@ class Parallelized:
         donated: tuple[int, ...],
         setup: Setup,
     ) -> None:
-        count = len(example_args)
-        if any(not -count <= i < count for i in parameters):
-            raise InvalidValueError(
-                f"The function has {count} arguments, of which `parameters` are the numbers of the "
-                f"state. Received: parameters={parameters}."
-            )
-        self._function, self._setup = function, setup
-        self._parameters = tuple(i % count for i in parameters) if count else ()
+        self._function, self._setup, self._parameters = function, setup, parameters
         self._donated = donated
         self._programs: dict[Any, modes.ParallelProgram] = {}
         self._ready: dict[Any, ReadyProgram] = {}
         self._planner = setup.planner()
         self._has_state = False
         self._first = self._program(example_args, False)
-        self._shapes = jax.eval_shape(lambda *x: x, *self._parts(example_args)[0])
-        self._write_files()
+        arrays, self._others = self._parts(example_args)
+        self._shapes = jax.eval_shape(lambda *x: x, *arrays)
+        layout_files.write(setup.options, self.mesh, self._first.known, self._inputs(), self.plan)
 
     @property
     def mode(self) -> str:
@@ -344,16 +349,26 @@ class Parallelized:
             argument: which argument it is for; the first parameter by default.
         """
         number = self._parameters[0] if argument is None else argument
-        shardings = self.arguments[number]
-        found: Any = jax.tree.structure(jax.eval_shape(make, *args))
-        if found != jax.tree.structure(shardings):
+        shardings = jax.tree.leaves(self.arguments[number])
+        others = OtherResults()
+        arrays = others.left_out(make)
+        found, wanted = names_of(jax.eval_shape(arrays, *args)), names_of(self._shapes[number])
+        if found != wanted:
+            strange = [f"has {n!r}" for n in found if n not in wanted]
+            strange += [f"lacks {n!r}" for n in wanted if n not in found]
             raise InvalidValueError(
-                f"The state that was made is not like argument {number}. Received: {found}, and the "
-                f"argument is {jax.tree.structure(shardings)}"
+                f"The state that was made is not like argument {number}: it "
+                f"{', '.join(strange[:8]) or 'has another order'}. Received: a state of {len(found)} "
+                f"arrays, for an argument of {len(wanted)}"
             )
-        if not self._setup.options.init_param_in_compile:
-            return placed(make(*args), shardings)
-        return made_in_parts(make, shardings, *args)
+
+        def leaves(*args: Any) -> Any:
+            return jax.tree.leaves(arrays(*args))
+
+        in_parts = self._setup.options.init_param_in_compile
+        made = made_in_parts(leaves, shardings, *args) if in_parts else placed(leaves(*args), shardings)
+        nest = jax.tree.unflatten(jax.tree.structure(self._shapes[number]), made)
+        return merged(nest, self._others[number])  # of which the programs are known
 
     def held(self, value: Any, rank: int | None = None) -> Any:
         """What one device holds of a nest of arrays; by default the one of ``global_rank``."""
@@ -362,8 +377,14 @@ class Parallelized:
             raise InvalidValueError(f"There are {self.mesh.size} devices. Received: rank={number}")
         device = self.mesh.devices.flat[number]
 
-        def part(x: jax.Array) -> Any:
-            return next(s.data for s in x.addressable_shards if s.device == device)
+        def part(x: Any) -> Any:
+            shards = x.addressable_shards if isinstance(x, jax.Array) else []
+            if found := [s.data for s in shards if s.device == device]:
+                return found[0]
+            raise InvalidValueError(
+                "Only what a program has placed or returned is on its devices; call `place` first. "
+                f"Received: {shown(x)}, asked for what {device} has of it"
+            )
 
         return jax.tree.map(part, value)
 
@@ -374,20 +395,6 @@ class Parallelized:
     def __repr__(self) -> str:
         name = getattr(self._function, "__name__", self._function)
         return f"<px.parallel.Parallelized {name} in {self.mode} on {self.mesh.size} device(s)>"
-
-    def _write_files(self) -> None:
-        """Write what options ask for, from the first process."""
-        options, known = self._setup.options, dict(self._first.known)
-        if jax.process_index() or not known:
-            return
-        if options.strategy_ckpt_save_file:
-            inputs = {} if options.only_trainable_params else self._inputs()
-            layout_files.save(
-                options.strategy_ckpt_save_file, self.mesh, {**known, **inputs}, self.plan
-            )
-        if options.group_ckpt_save_file:
-            rank = options.global_rank
-            layout_files.save_groups(options.group_ckpt_save_file, self.mesh, known, rank)
 
     def _inputs(self) -> Known:
         """The shapes and layouts of the arguments that are no parameters."""
@@ -409,16 +416,18 @@ class Parallelized:
         leaves, structure = jax.tree.flatten(args)
         ready = self._ready.get((differentiated, structure))
         if ready is not None and ready.takes(leaves) and not compat.is_staging():
-            return dispatched(ready.program.call, args, self._setup.devices, name)
+            program = ready.program
+            return program.others.put_back(dispatched(program.call, args, self._setup.devices, name))
         program = self._program(args, differentiated)
         arrays = self._parts(args)[0]
         if compat.is_staging():  # as a part of a larger program
-            return program.call(*jax.device_put(arrays, program.arguments))[0]
+            results = program.call(*jax.device_put(arrays, program.arguments))[0]
+            return program.others.put_back(results)
         arrays = tuple(self._first_state(arrays, program))
         if all(map(is_array, leaves)):
             placed_leaves = jax.tree.leaves(arrays)
             self._ready[differentiated, structure] = ReadyProgram.for_arrays(program, placed_leaves)
-        return dispatched(program.call, arrays, self._setup.devices, name)
+        return program.others.put_back(dispatched(program.call, arrays, self._setup.devices, name))
 
     def _first_state(self, arrays: Sequence[Any], program: modes.ParallelProgram) -> Sequence[Any]:
         """Arguments on the devices; of the first call, with a state that all workers have."""
@@ -452,15 +461,17 @@ class Parallelized:
             self._programs[key] = self._build(abstract, others, differentiated)
         return self._programs[key]
 
-    def _build(self, arrays: Any, others: Any, differentiated: bool) -> modes.ParallelProgram:
-        function = with_others(self._function, others)
+    def _build(self, arrays: Any, static: Any, differentiated: bool) -> modes.ParallelProgram:
+        function = with_others(self._function, static)
         numbers: Any = self._parameters[0] if len(self._parameters) == 1 else self._parameters
         if differentiated:
             function = value_and_grad(function, numbers)
         donated = () if differentiated else self._donated
+        others = OtherResults()
+        function = others.left_out(function)
         task = modes.ParallelTask(function, arrays, self._parameters, self._setup.options, donated)
         try:
-            return _build_in_mode(task, self._setup, self._planner)
+            return replace(_build_in_mode(task, self._setup, self._planner), others=others)
         except NameError as error:
             if "unbound axis name" not in str(error):
                 raise
@@ -477,22 +488,12 @@ def _build_in_mode(task: modes.ParallelTask, setup: Setup, planner: Planner) -> 
     if mode == "auto_parallel":
         return modes.planned(task, planner)
     if mode in ("data_parallel", "hybrid_parallel"):
-        mesh = replica_mesh(setup.devices)
-        found = divided(task, mesh, setup.layerwise)
-        if found is None and mode == "data_parallel":
-            found = unevenly_divided(task, mesh, setup.layerwise)
-        if found is not None:
-            return found
-        if mode == "hybrid_parallel":
-            raise InvalidValueError(
-                "In hybrid_parallel each device gets its part of the batch, so the first dim of every "
-                f"batch must be divisible by {mesh.size}. Received: shapes {task.shapes()}"
-            )
-        specs = [PartitionSpec()] * len(task.shapes())
-        pairs = zip(task.names(), task.shapes(), strict=True)
-        whole = {name: (shape, PartitionSpec()) for name, shape in pairs}
-        kept = kept_mesh(mesh, task.options)
-        return modes.whole(task, ParallelRun(kept, task.options), specs, whole)
+        return of_parts(task, replica_mesh(setup.devices), setup.layerwise)
     mesh = factored_mesh(setup.devices) if setup.mesh is None else setup.mesh
-    specs, known = modes.laid_out(task, mesh, setup.parameter_plan)
+    owned = zip(task.names(), task.shapes(), task.states(), strict=True)
+    shapes = {name: shape for name, shape, is_state in owned if is_state}
+    wanted, notes = that_fit(mesh, setup.parameter_plan, shapes, setup.loaded)
+    for note in notes:
+        say_once(note)
+    specs, known = modes.laid_out(task, mesh, wanted)
     return modes.whole(task, ParallelRun(mesh, task.options), specs, known)

@@ -16,8 +16,19 @@ from phalanx.parallel.device_layout import Layout
 from phalanx.parallel.layout import from_spec
 from phalanx.parallel.mesh import MAX_AXES, factorisations
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.placement import REPLICA_AXIS
 
-__all__ = ["Cuts", "factored_mesh", "fitting", "mesh_for", "names_of", "specs_on"]
+__all__ = [
+    "Cuts",
+    "checked_spec",
+    "factored_mesh",
+    "fitting",
+    "layerwise_specs",
+    "mesh_for",
+    "names_of",
+    "specs_on",
+    "with_auto_axes",
+]
 
 Cuts = tuple[int, ...] | Layout | PartitionSpec | None
 """How one tensor is cut: parts per dim, a layout, a spec of JAX, or None if nothing is said."""
@@ -48,6 +59,32 @@ def _prime_factors(count: int) -> list[int]:
             count //= factor
         factor += 1
     return found
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """A mesh whose axes lay out arrays by constraints; those of `jax.make_mesh` are for types.
+
+    >>> with_auto_axes(jax.make_mesh((2,), ("x",))).axis_types
+    (Auto,)
+    """
+    if set(mesh.axis_types) == {AxisType.Auto}:
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def layerwise_specs(given: Sequence[str] | Mapping[str, Any]) -> dict[str, PartitionSpec]:
+    """The layouts of parameters of which each device has its own part; along the first dim by default.
+
+    >>> layerwise_specs(["table"])
+    {'table': P('replica',)}
+    """
+    if isinstance(given, str):
+        raise InvalidTypeError(
+            f"layerwise_parallel must be a list of names, or layouts by name. Received: {shown(given)}"
+        )
+    if isinstance(given, Mapping):
+        return {name: PartitionSpec(*spec) for name, spec in given.items()}
+    return {name: PartitionSpec(REPLICA_AXIS) for name in given}
 
 
 def mesh_for(given: Iterable[Cuts], devices: Sequence[jax.Device]) -> Mesh | None:
@@ -112,6 +149,16 @@ def fitting(mesh: Mesh, cuts: Cuts, shape: Sequence[int], name: str) -> Partitio
                 axes.append(axis)
         entries.append(None if not axes else axes[0] if len(axes) == 1 else tuple(axes))
     return PartitionSpec(*entries)
+
+
+def checked_spec(cuts: Cuts, shape: Sequence[int], name: str) -> PartitionSpec:
+    """The spec of a tensor that is laid out by one, or not cut at all.
+
+    >>> checked_spec((1, 1), (6, 3), "x"), checked_spec(PartitionSpec("a"), (6, 3), "x")
+    (P(), P('a',))
+    """
+    found = _checked(cuts, shape, name)
+    return found if isinstance(found, PartitionSpec) else PartitionSpec()
 
 
 def _checked(cuts: Any, shape: Sequence[int], name: str) -> Cuts:

@@ -17,6 +17,7 @@ from phalanx.errors import InvalidTypeError, InvalidValueError, NotFoundError
 from phalanx.parallel import plan_files, plan_html, plan_text
 from phalanx.parallel.layout import Shape
 from phalanx.parallel.mesh import DeviceMesh
+from phalanx.parallel.placing import with_auto_axes
 from phalanx.parallel.plan_parts import PlannedPipeline, RunnerUp
 
 __all__ = [
@@ -256,7 +257,7 @@ class Plan:
         Args:
             mesh: with the axes of the plan, and perhaps others; `device_mesh()` if none is given.
         """
-        mesh = self.device_mesh() if mesh is None else mesh
+        mesh = self.device_mesh() if mesh is None else with_auto_axes(mesh)
         for name, size in zip(self.mesh.names, self.mesh.sizes, strict=True):
             if dict(mesh.shape).get(name) != size:
                 raise InvalidValueError(
@@ -339,6 +340,8 @@ class Plan:
             text = Path(path).read_text()
         except FileNotFoundError:
             raise NotFoundError(f"There is no file with a plan. Received: {str(path)!r}.") from None
+        except (IsADirectoryError, UnicodeDecodeError) as error:
+            raise InvalidValueError(f"This is no plan: {error}. Received: {str(path)!r}.") from error
         return Plan.from_json(text, str(path))
 
     def digest(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import astuple
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import PartitionSpec
 
 from phalanx.errors import InvalidValueError
+from phalanx.parallel.layout import from_spec
 from phalanx.parallel.mesh import DeviceMesh, Link
 from phalanx.parallel.plan_parts import PlannedPipeline
 
@@ -27,7 +29,23 @@ def spec_to_data(spec: PartitionSpec) -> list[Any]:
 
 def spec_from_data(data: list[Any]) -> PartitionSpec:
     """A layout from JSON."""
-    return PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in data))
+    entries = [tuple(e) if isinstance(e, list) else e for e in data] if isinstance(data, list) else [0]
+    if not all(isinstance(axis, str) for e in entries if e is not None for axis in _axes(e)):
+        raise TypeError(
+            f"a layout has an axis, a list of axes or null for each dim, and is not {data!r}"
+        )
+    return PartitionSpec(*entries)
+
+
+def _axes(entry: Any) -> tuple[Any, ...]:
+    """The axes that cut a dim."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _number(x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        raise TypeError(f"{x!r} is no number")
+    return x
 
 
 def to_data(plan: Plan) -> dict[str, Any]:
@@ -102,11 +120,34 @@ def from_data(data: Any, source: str) -> Plan:
             f"A plan of version {VERSION} is needed. Received: {version} in {source!r}."
         )
     try:
-        return _read(data)
-    except (KeyError, TypeError, AttributeError) as error:
+        plan = _read(data)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InvalidValueError(
-            f"The plan is not complete: {error!r}. Received: {source!r}."
+            f"The plan is not complete, or was changed: {error!r}. Received: {source!r}."
         ) from error
+    _check_layouts(plan, source)
+    return plan
+
+
+def _check_layouts(plan: Plan, source: str) -> None:
+    """Refuse layouts that the mesh of the plan cannot give: files may be edited."""
+    names, sizes = plan.mesh.names, plan.mesh.sizes
+    for tensors in (plan.parameters, plan.inputs, plan.outputs):
+        for tensor in tensors.values():
+            try:
+                from_spec(tensor.spec, names, tensor.shape, sizes)
+            except InvalidValueError as error:
+                raise InvalidValueError(
+                    f"The plan in {source!r} has a layout of {tensor.name!r} that does not fit. {error}"
+                ) from None
+    for operator in plan.operators:
+        specs = [*operator.operands, *operator.results, *itertools.chain(*operator.routes)]
+        used = {axis for spec in specs for entry in spec for axis in _axes(entry)}
+        if not used <= set(names):
+            raise InvalidValueError(
+                f"The plan in {source!r} cuts {operator.key!r} along axes that its mesh, {plan.mesh}, "
+                f"does not have. Received: {sorted(used - set(names))}."
+            )
 
 
 def _read(data: Mapping[str, Any]) -> Plan:
@@ -136,11 +177,11 @@ def _read(data: Mapping[str, Any]) -> Plan:
         _read_tensors(data["outputs"], data["output_order"]),
         tuple(operators),
         tuple(order),
-        predicted["compute"],
-        predicted["communication"],
-        MemoryUse(**predicted["memory"]),
-        predicted["cost"],
-        predicted["lower_bound"],
+        _number(predicted["compute"]),
+        _number(predicted["communication"]),
+        MemoryUse(**{name: _number(size) for name, size in predicted["memory"].items()}),
+        _number(predicted["cost"]),
+        _number(predicted["lower_bound"]),
         float("inf") if data["budget"] is None else data["budget"],
         data["mode"],
         data["fingerprint"],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from phalanx.parallel.plan_text import pipeline_rows, seconds_text, spec_text
+from phalanx.parallel.plan_text import pipeline_rows, proof_text, seconds_text, spec_text
 from phalanx.runtime.formatting import bytes_text
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 code { font-size: .92em; }
 .key { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
 .bar { display: flex; height: 1.6rem; border-radius: 3px; overflow: hidden; background: #eee; }
+td .bar { min-width: 10rem; height: 1rem; }
 svg text { font: 11px system-ui, sans-serif; }
 """
 
@@ -82,7 +83,9 @@ def framed(plan: Plan) -> str:
 
 
 def _summary(plan: Plan) -> str:
-    how = "optimal" if plan.proven else f"at most {plan.gap:.1%} above the optimum"
+    how = proof_text(plan)
+    if not plan.proven:
+        how += f", and none takes less than {seconds_text(plan.lower_bound)}"
     return (
         f"<p>{escape(str(plan.mesh))} of {escape(plan.hardware)}: "
         f"<b>{seconds_text(plan.cost)}</b> per step, {how} ({escape(plan.mode)}); "

@@ -48,9 +48,14 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def proof_text(plan: Plan) -> str:
+    """Whether a plan is the cheapest one, or how much cheaper another one might be."""
+    return "optimal" if plan.proven else f"not proven, another plan may be up to {plan.gap:.1%} cheaper"
+
+
 def table(plan: Plan) -> str:
     """A plan as a table."""
-    how = "optimal" if plan.proven else f"at most {plan.gap:.1%} above the optimum"
+    how = proof_text(plan)
     memory = plan.memory
     times = {
         "computation": plan.compute,

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from phalanx.errors import InvalidValueError
+from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.parallel.applying import apply
+from phalanx.parallel.graph import Graph
 from phalanx.parallel.hardware import Hardware, topology_of
 from phalanx.parallel.mesh import DeviceMesh, Topology, mesh_of
 from phalanx.parallel.options import ParallelOptions
-from phalanx.parallel.placing import Cuts, batch_spec, names_of, specs_on
+from phalanx.parallel.placing import Cuts, batch_spec, checked_spec, names_of, specs_on
 from phalanx.parallel.plan import Plan
 from phalanx.parallel.reading import read
 from phalanx.parallel.searching import search, searched_hardware
 from phalanx.parallel.spanning import agree_on_plan
 from phalanx.parallel.storing import is_named
 from phalanx.parallel.tracing import Traced, trace
+from phalanx.runtime.formatting import shown
 
-__all__ = ["Planner", "Seen", "check_known", "dataset_cuts"]
+__all__ = ["Planner", "Seen", "check_known", "dataset_cuts", "given_plan", "that_fit"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Planner:
         limits: `memory` and `time_limit` of the search.
         parameter_plan: layouts of parameters that are given.
         given: a plan that was made before.
+        loaded: the names of the layouts that a strategy file gave.
     """
 
     options: ParallelOptions
@@ -74,6 +78,7 @@ class Planner:
     limits: Mapping[str, Any]
     parameter_plan: Mapping[str, Cuts]
     given: Plan | None
+    loaded: frozenset[str] = frozenset()
     first: Plan | None = None
     known: dict[str, Plan] = field(default_factory=dict)
     seen: list[Seen] | None = None
@@ -128,7 +133,7 @@ class Planner:
         fingerprint = graph.fingerprint()
         if fingerprint not in self.known:
             given = self.given
-            if given is not None and given.fingerprint == fingerprint and not self.parameter_plan:
+            if given is not None and not self.parameter_plan and _is_whole(given, fingerprint, graph):
                 self.known[fingerprint] = given
             else:
                 self.known[fingerprint] = self._searched(program)
@@ -143,7 +148,7 @@ class Planner:
         where: Any = topology_of(self.devices, hardware) if self.mesh is None else self.mesh
         if before is not None and self.mesh is None:
             where = before.mesh
-        pins = self._pins(program.traced, before)
+        pins, notes = self._pins(program.traced, before)
         if mode == "sharding_propagation" and not pins:
             where, pins = _from_the_batch(where, program.traced)
         found = search(
@@ -157,12 +162,12 @@ class Planner:
             pins=pins,
             **self.limits,
         )
-        if before is None or before is not self.given:
-            return found
-        return replace(found, notes=(*found.notes, *_left_of(before, found)))
+        if before is not None and before is self.given:
+            notes += _left_of(before, found)
+        return replace(found, notes=(*found.notes, *notes)) if notes else found
 
-    def _pins(self, traced: Traced, before: Plan | None) -> dict[str, PartitionSpec]:
-        """Layouts that are given: those of parameters in earlier plans, by the user, and of inputs."""
+    def _pins(self, traced: Traced, before: Plan | None) -> tuple[dict[str, PartitionSpec], list[str]]:
+        """Layouts that are given: of parameters in earlier plans, by the user, of inputs; and notes."""
         shapes = {
             n: v.aval.shape for n, v in zip(traced.names, traced.closed.jaxpr.invars, strict=True)
         }
@@ -174,29 +179,44 @@ class Planner:
                 found = before.parameters.get(name)
                 if found is not None and found.shape == tuple(shapes[name]):
                     pins[name] = found.spec
-        check_known(self.parameter_plan, parameters)
-        cuts = {n: c for n, c in self.parameter_plan.items() if n in parameters}
+        owned = {name: shapes[name] for name in parameters}
+        wanted, notes = that_fit(self.mesh, self.parameter_plan, owned, self.loaded)
+        check_known(wanted, parameters)
+        cuts = {n: c for n, c in wanted.items() if n in parameters}
         named = dataset_cuts(self.options, inputs)
         if named:
             cuts |= named
         if cuts:
-            if self.mesh is None and any(not isinstance(c, PartitionSpec) for c in cuts.values()):
-                raise InvalidValueError(
-                    "Layouts that are given need a mesh. Give mesh=px.parallel.Layout(…).mesh(). "
-                    f"Received: {cuts}"
-                )
-            if self.mesh is None:
-                pins |= cuts  # type: ignore[arg-type]
+            if self.mesh is None:  # because nothing is cut, but by axes that a plan will have
+                pins |= {n: checked_spec(c, shapes[n], n) for n, c in cuts.items()}
             else:
                 found_specs = specs_on(
                     self.mesh, list(cuts.values()), [shapes[n] for n in cuts], list(cuts)
                 )
                 pins |= dict(zip(cuts, found_specs, strict=True))
-        return pins
+        return pins, notes
+
+
+def given_plan(plan: Any) -> Plan | None:
+    """A plan that was made before, or that of a file."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | Path):
+        return Plan.load(plan)
+    raise InvalidTypeError(f"A px.parallel.Plan is needed, or the path of one. Received: {shown(plan)}")
+
+
+def _is_whole(plan: Plan, fingerprint: str, graph: Graph) -> bool:
+    """Whether a plan is for this program, and has all of it in it; files may be edited."""
+    tensors = {**plan.parameters, **plan.inputs, **plan.outputs}
+    known = {*tensors, *(operator.key for operator in plan.operators)}
+    return plan.fingerprint == fingerprint and known >= {node.key for node in graph.nodes}
 
 
 def _left_of(given: Plan, found: Plan) -> list[str]:
-    """What a plan of another program could not say of this one."""
+    """What a plan of another program, or one with missing entries, could not say of this one."""
+    if given.fingerprint == found.fingerprint:
+        return ["The given plan is not complete; its layouts are kept, and the rest is searched."]
     notes = ["The given plan was made for another program; its layouts are kept where they fit."]
     for name, tensor in given.parameters.items():
         if name not in found.parameters:
@@ -238,6 +258,39 @@ def dataset_cuts(options: ParallelOptions, inputs: Sequence[str]) -> dict[str, C
             f"The input shapes size {len(inputs)} is not equal to dataset strategy size {len(strategy)}"
         )
     return dict(zip(inputs, strategy, strict=True))
+
+
+def that_fit(
+    mesh: Mesh | None,
+    given: Mapping[str, Cuts],
+    shapes: Mapping[str, tuple[int, ...]],
+    loaded: Collection[str],
+) -> tuple[dict[str, Cuts], list[str]]:
+    """Layouts without those of a strategy file that do not fit the program, and what is to be said.
+
+    Args:
+        mesh: the devices; None if nothing is cut.
+        given: the layouts of parameters by name.
+        shapes: of the parameters of the program.
+        loaded: the names of the layouts that come from a file.
+    """
+    found: dict[str, Cuts] = {}
+    notes = []
+    for name, cuts in given.items():
+        shape = next((s for n, s in shapes.items() if is_named(n, name)), None)
+        if name in loaded:
+            if shape is None:
+                notes.append(f"{name} of the strategy file is not in the program.")
+                continue
+            try:
+                checked_spec(cuts, shape, name)
+                if mesh is not None:
+                    specs_on(mesh, [cuts], [shape], [name])
+            except InvalidValueError as error:
+                notes.append(f"The strategy file's layout of {name} is left out. {error}")
+                continue
+        found[name] = cuts
+    return found, notes
 
 
 def check_known(given: Iterable[str], names: Sequence[str]) -> None:

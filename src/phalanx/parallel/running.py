@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,15 @@ from phalanx.runtime.numbers import check_integer
 from phalanx.runtime.placement import REPLICA_AXIS
 from phalanx.train.accumulate import accumulated
 
-__all__ = ["LaysOut", "ParallelRun", "combined", "current_run", "in_run", "value_and_grad"]
+__all__ = [
+    "LaysOut",
+    "ParallelRun",
+    "combined",
+    "current_run",
+    "finished_gradients",
+    "in_run",
+    "value_and_grad",
+]
 
 
 class LaysOut(Protocol):
@@ -42,6 +51,10 @@ class LaysOut(Protocol):
         self, loss: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int]
     ) -> Callable[..., Any]:
         """The loss with the layouts of a plan in it."""
+
+
+_runs = itertools.count(1)
+_cache_key = jax.make_user_context(None)
 
 
 @dataclass(frozen=True)
@@ -69,13 +82,17 @@ class ParallelRun:
     slices: SlicedStep | None = None
     known: Known = field(default_factory=dict)
     share: Share | None = None
+    number: int = field(init=False, compare=False, default_factory=functools.partial(next, _runs))
+
+    @functools.cached_property
+    def inside(self) -> ParallelRun:
+        """The same for losses, when something outside of them has a plan and combines gradients."""
+        return replace(self, combines=False, planner=None)
 
 
 _running: contextvars.ContextVar[ParallelRun | None] = contextvars.ContextVar(
     "parallel run", default=None
 )
-_runs = itertools.count(1)
-_cache_key = jax.make_user_context(None)
 
 
 def current_run() -> ParallelRun | None:
@@ -87,12 +104,12 @@ def current_run() -> ParallelRun | None:
 def in_run(run: ParallelRun | None) -> Iterator[None]:
     """Trace a block of code in a mode.
 
-    Functions of `jax.jit` in it are traced anew, because what they were traced to elsewhere may be for
-    another mode, or for other options.
+    Functions of `jax.jit` in it are traced anew for each run, because what they were traced to
+    elsewhere may be for another mode, or for other options.
     """
     token = _running.set(run)
     try:
-        with _cache_key(None if run is None else next(_runs)):
+        with _cache_key(None if run is None else run.number):
             yield
     finally:
         _running.reset(token)
@@ -147,7 +164,7 @@ def value_and_grad(
         gradient = jax.value_and_grad(function, argnums, has_aux)
         if options.gradient_fp32_sync and run is not None and not run.combines:
             gradient = with_wide_gradients(gradient)
-        with in_run(None if run is None else replace(run, combines=False, planner=None)):
+        with in_run(None if run is None else run.inside):
             if micro_batches == 1:
                 value, gradients = gradient(*args)
             else:
@@ -160,7 +177,7 @@ def value_and_grad(
             return value, gradients
         names = _names(gradients, argnums)
         if not run.combines:
-            return value, _finished(gradients, names, run)
+            return value, finished_gradients(gradients, names, run)
         total, aux = value if has_aux else (value, None)
         own = [name in run.layerwise for name in names]
         tell_norms(run.options, list(zip(names, jax.tree.leaves(gradients), strict=True)))
@@ -235,7 +252,7 @@ def _in_pieces(
     return accumulated(piece, tuple(batch.values()), pieces, *([cut] if early else []))
 
 
-def _finished(gradients: Any, names: Sequence[str], run: ParallelRun) -> Any:
+def finished_gradients(gradients: Any, names: Sequence[str], run: ParallelRun) -> Any:
     """Gradients of a program that sees whole arrays, as its options say."""
     options, mesh = run.options, run.mesh
     if mesh is not None and not options.loss_repeated_mean:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,13 +22,14 @@ from phalanx.parallel.plan import Plan, RunnerUp
 from phalanx.parallel.plan_text import spec_text
 from phalanx.parallel.reading import read
 from phalanx.parallel.search import elimination, marginals
-from phalanx.parallel.search.memory import Smallest, solve_within
+from phalanx.parallel.search.memory import Smallest, smallest, solve_within
 from phalanx.parallel.search.problem import Solution, Table
 from phalanx.parallel.search.propagation import solve_by_propagation
 from phalanx.parallel.search.recursive import solve_recursively
 from phalanx.parallel.tables import Accounting, Tables
 from phalanx.parallel.tracing import Traced, trace
-from phalanx.runtime.formatting import bytes_text
+from phalanx.runtime.formatting import bytes_text, shown
+from phalanx.runtime.numbers import check_number
 
 MODES = {
     "exact": "exact",
@@ -94,9 +95,12 @@ def search(
     if mode not in MODES:
         raise InvalidValueError(f"Known search modes are {', '.join(MODES)}. Received: mode={mode!r}.")
     for name, number in (("memory", memory), ("time_limit", time_limit)):
-        if number is not None and (not isinstance(number, int | float) or not number >= 0):
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if number is not None and (not is_number or not number >= 0):
             what = "bytes" if name == "memory" else "seconds"
             raise InvalidValueError(f"{name} is a number of {what}. Received: {name}={number!r}.")
+    check_number(slots, "slots", 0, 1000)
+    check_number(overlap, "overlap", 0, 1)
     start = time.monotonic()
     hardware = searched_hardware(hardware)
     candidates = _meshes(devices, hardware)
@@ -147,7 +151,16 @@ def _meshes(devices: Devices, hardware: Hardware) -> list[DeviceMesh]:
         return [mesh_of(topology, list(sizes.values()), list(sizes))]
     if isinstance(devices, Topology):
         return meshes(devices)
+    if isinstance(devices, float | str | bytes) or not isinstance(devices, int | Iterable | None):
+        raise InvalidTypeError(
+            "devices is a number, a mesh, a px.parallel.Topology, or a list of devices of JAX. "
+            f"Received: devices={devices!r}."
+        )
     given = None if devices is None or isinstance(devices, int) else tuple(devices)
+    if given is not None and not all(isinstance(device, jax.Device) for device in given):
+        raise InvalidTypeError(
+            f"Devices are those of jax.devices(). Received: devices={shown(devices)}."
+        )
     count: Any = jax.device_count() if devices is None else devices
     count = count if given is None else len(given)
     if isinstance(count, bool) or count < 1:
@@ -219,11 +232,7 @@ class _Task:
         else:
             solution = solve_recursively(tables.problem, self._loops(tables))
         if solution.bytes > room:
-            held = bytes_text(solution.bytes + self.graph.constants)
-            notes = (
-                *notes,
-                f"The plan needs {held} per device, more than the budget of {bytes_text(self.budget)}.",
-            )
+            raise self._over_budget(tables, solution)
         steps = elimination.order(tables.problem)
         exact = elimination.eliminate(tables.problem, steps, cap=1_000_000, deadline=deadline)
         bounded = Solution(
@@ -296,11 +305,12 @@ class _Task:
                 node = self.graph.nodes[numbers[name]]
                 shape = node.operator.result_specs[0].shape
                 # What has several readers is laid out where they read it.
-                found[
-                    numbers.get(f"{name}:copy", numbers[name])
-                    if node.kind == "operator"
-                    else numbers[name]
-                ] = from_spec(spec, mesh.names, shape, mesh.sizes)
+                copy = numbers.get(f"{name}:copy", numbers[name])
+                try:
+                    layout = from_spec(spec, mesh.names, shape, mesh.sizes)
+                except InvalidValueError as error:
+                    raise InvalidValueError(f"The pin of {name!r} does not fit. {error}") from None
+                found[copy if node.kind == "operator" else numbers[name]] = layout
         return found, tuple(notes)
 
     def _from_plan(
@@ -339,10 +349,24 @@ class _Task:
             if allowed is not None and not allowed:
                 raise InvalidValueError(
                     f"{node.operator.name} cannot give its result in this layout. "
-                    f"Received: a pin of {node.key!r}."
+                    f"Received: a pin of {node.key.removesuffix(':copy')!r}."
                 )
 
     # -- errors -------------------------------------------------------------------------------------
+
+    def _over_budget(self, tables: Tables, solution: Solution) -> _TooLargeError:
+        """What a search that does not look at memory has found is too large, or everything is."""
+        least = smallest(tables.problem)
+        if least.bytes > self.budget - self.graph.constants:
+            return self._too_large(tables, least)
+        needed = solution.bytes + self.graph.constants
+        return _TooLargeError(
+            needed,
+            f"The plan of {self.mode} for {tables.mesh} needs {bytes_text(needed)} per device, more "
+            f"than {bytes_text(self.budget)}. This search does not look at memory. The exact one does "
+            "(search_mode='dynamic_programming'), and the smallest plan needs "
+            f"{bytes_text(least.bytes + self.graph.constants)}. Received: memory={self.budget:.0f}.",
+        )
 
     def _too_large(self, tables: Tables, least: Smallest) -> _TooLargeError:
         """Nothing fits: what the smallest and the fastest plan need, and which tensors are largest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +14,13 @@ from jax.tree_util import keystr, tree_map_with_path
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.core import context as ctx
 from phalanx.core.strategy import Strategy
+from phalanx.core.variables.traced_variables import rewrite_program
 from phalanx.core.variables.variable import Variable
 from phalanx.core.variables.variable_spec import InitialValue, VariableSpec
 from phalanx.errors import ContextError, InvalidOptionsError, InvalidValueError
 from phalanx.execution.eager import run_replicas
+from phalanx.execution.gradients import finishing_gradients
+from phalanx.parallel import layout_files
 from phalanx.parallel.context import current_options, options_in_force
 from phalanx.parallel.hardware import Hardware
 from phalanx.parallel.laid_out_extended import LaidOutExtended
@@ -28,6 +32,7 @@ from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import dataset_cuts
 from phalanx.parallel.running import ParallelRun, in_run
 from phalanx.parallel.spanning import all_devices, placed
+from phalanx.parallel.step_options import finished, rewriting
 from phalanx.parallel.storing import is_named, like, made_in_parts, stored
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, device_name
@@ -71,7 +76,7 @@ class AutoParallelStrategy(Strategy):
 
     def __init__(
         self,
-        plan: Plan | str | None = None,
+        plan: Plan | str | Path | None = None,
         *,
         devices: Sequence[DeviceLike] | None = None,
         mesh: Mesh | None = None,
@@ -143,6 +148,17 @@ class AutoParallelExtended(LaidOutExtended):
             self._layouts |= {n: t.spec for n, t in setup.plan.parameters.items()}
         self._layouts |= setup.parameter_plan
         self._inputs = [] if setup.plan is None else list(setup.plan.inputs.values())
+        self._known: dict[str, tuple[tuple[int, ...], PartitionSpec]] = {}
+        self._run: ParallelRun | None = None
+        self._has_files = False
+
+    def _write_files(self) -> None:
+        """Write the files that options ask for, when the first step runs and variables are there."""
+        if not self._has_files and self._known:
+            self._has_files = True
+            inputs = {tensor.name: (tensor.shape, tensor.spec) for tensor in self._inputs}
+            plan = self._planner.first or self._setup.plan
+            layout_files.write(self._setup.options, self._mesh, self._known, inputs, plan)
 
     def _search(self, loss: Callable[..., Any], args: tuple[Any, ...], parameters: Any) -> Plan:
         if self._has_variables:
@@ -178,11 +194,20 @@ class AutoParallelExtended(LaidOutExtended):
     ) -> Any:
         with jax.ensure_compile_time_eval():
             first = jnp.int32(0)
-        planner = self._planner if self._setup.options.parallel_mode == "auto_parallel" else None
-        run = ParallelRun(self._mesh, self._setup.options, planner=planner)
-        with in_run(run), options_in_force(self._setup.options):
+        options = self._setup.options
+        self._write_files()
+        rewrite_program(id(self), rewriting(options, self._mesh))
+        with in_run(self._present_run()), options_in_force(options), finishing_gradients(finished):
             devices = self._replica_devices
             return run_replicas(self._strategy, devices, [first], fn, tuple(args), kwargs)
+
+    def _present_run(self) -> ParallelRun:
+        """The same as long as no variable is made, so that eager steps find what was compiled."""
+        if self._run is None or self._run.known != self._known:
+            options = self._setup.options
+            planner = self._planner if options.parallel_mode == "auto_parallel" else None
+            self._run = ParallelRun(self._mesh, options, planner=planner, known=dict(self._known))
+        return self._run
 
     # -- variables ---------------------------------------------------------------------------------
 
@@ -194,10 +219,12 @@ class AutoParallelExtended(LaidOutExtended):
                 f"The initial value of variable {initial.name!r} does not have the shape that was "
                 f"asked for. Received: shape={given} and an initial value of shape {tuple(shape.shape)}"
             )
-        spec = stored(self.layout_of(initial.name, shape).spec, shape, self._mesh, self._setup.options)
-        sharding = NamedSharding(self._mesh, spec)
-        value = initial_parts(initial, sharding)
+        options, used = self._setup.options, self.layout_of(initial.name, shape).spec
+        sharding = NamedSharding(self._mesh, stored(used, shape, self._mesh, options))
+        value = initial_parts(initial, sharding, options.init_param_in_compile)
         self._has_variables = True
+        if initial.name is not None:
+            self._known[initial.name] = tuple(shape.shape), used
         return LaidOutVariable(VariableSpec(value, *kinds), self._strategy, sharding)
 
     def _computed(self, make: Callable[[Any], Any], values: list[Any]) -> Any:

@@ -205,11 +205,14 @@ class Tables:
             ways = self.resharding(spec)
             out = self._index(ways, before.results[e.result])
             into = self._index(ways, after.operands[e.operand])
-            table = e.forward * ways.seconds[np.ix_(out, into)]
+            more = self._extra(ways, before.results[e.result], before)
+            table = e.forward * (ways.seconds[np.ix_(out, into)] + more[:, None])
             if weight:
                 back = self._index(ways, after.gradients[e.operand])
                 home = self._index(ways, before.results[e.result], whole=True)
-                table = table + weight * ways.seconds[np.ix_(back, home)].T
+                more = self._extra(ways, after.gradients[e.operand], after)
+                table = table + weight * (ways.seconds[np.ix_(back, home)] + more[:, None]).T
+                table = table + weight * self._counting(e)
             if follows:
                 pairs = [
                     [0.0 if summed(a) == b else _NOT_FOLLOWING for b in after.operands[e.operand]]
@@ -260,6 +263,27 @@ class Tables:
             self._numbers[key] = np.asarray([ways.number[layout] for layout in layouts])
         return self._numbers[key]
 
+    def _counts(self, e: Edge, strategy: int) -> list[CollectiveOperation]:
+        """What the gradient of a maximum communicates: how many elements are as large."""
+        operator, options = self.graph.nodes[e.target].operator, self.strategies[e.target]
+        if not operator.counts:
+            return []
+        layout, loops = options.results[0][strategy], options.loops[strategy]
+        return self.resharding(operator.result_specs[0]).path(layout, summed(layout), loops)
+
+    def _counting(self, e: Edge) -> Table:
+        """The seconds of that, for each strategy of the target."""
+        every = range(len(self.strategies[e.target]))
+        return np.asarray([sum(c.seconds for c in self._counts(e, s)) for s in every])
+
+    def _extra(self, ways: Resharding, found: tuple[Layout, ...], options: Strategies) -> Table:
+        """What sums over axes of different loops cost more, for each strategy of an operator."""
+        key = ("extra", id(ways), id(found))
+        if key not in self._numbers:
+            pairs = zip(found, options.loops, strict=True)
+            self._numbers[key] = np.asarray([ways.extra(layout, loops) for layout, loops in pairs])
+        return self._numbers[key]
+
     def collectives(
         self, e: Edge, source: int, target: int
     ) -> list[tuple[str, float, CollectiveOperation]]:
@@ -269,8 +293,12 @@ class Tables:
         ways = self.resharding(self.graph.nodes[e.source].operator.result_specs[e.result])
         out = self.strategies[e.source].results[e.result][source]
         into = self.strategies[e.target].operands[e.operand][target]
-        found = [("forward", e.forward, c) for c in ways.path(out, into)]
+        loops = self.strategies[e.source].loops[source]
+        found = [("forward", e.forward, c) for c in ways.path(out, into, loops)]
         if self.accounting.training and e.backward:
             back = self.strategies[e.target].gradients[e.operand][target]
-            found += [("backward", e.backward, c) for c in ways.path(back, summed(out))]
+            loops = self.strategies[e.target].loops[target]
+            counts = self._counts(e, target)
+            found += [("backward", e.backward, c) for c in counts]
+            found += [("backward", e.backward, c) for c in ways.path(back, summed(out), loops)]
         return found

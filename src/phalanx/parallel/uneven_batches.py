@@ -3,12 +3,16 @@
 Each device gets as many examples as the others, or one less. The program is traced for both numbers,
 so that code sees its true shapes, and `phalanx.execution.joint` makes one program of them. What each
 device has counts by its examples, so that means are those of the whole batch.
+
+Code that communicates by itself would average unequal parts, or exchange arrays of unequal shapes. It
+runs on fewer parts, as many as divide the batch, of which several devices compute the same one.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,17 +21,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.execution.joint import CannotJoin, Slot, join
 from phalanx.parallel.communication import Share
-from phalanx.parallel.divided import LocalProgram, divided
-from phalanx.parallel.modes import ParallelProgram, ParallelTask
-from phalanx.parallel.running import ParallelRun
+from phalanx.parallel.divided import LocalProgram, divided, kept_mesh, state_layouts
+from phalanx.parallel.modes import ParallelProgram, ParallelTask, whole
+from phalanx.parallel.placing import mesh_of_sizes, names_of
+from phalanx.parallel.running import ParallelRun, in_run
+from phalanx.parallel.storing import like
 from phalanx.runtime import compat
 from phalanx.runtime.placement import REPLICA_AXIS
 
-__all__ = ["shares", "unevenly_divided"]
+__all__ = ["of_parts", "shares"]
+
+_COPY = "copy"
+"""The axis of devices that compute the same part."""
 
 
 def shares(rows: int, devices: int) -> list[int]:
@@ -40,9 +49,80 @@ def shares(rows: int, devices: int) -> list[int]:
     return [least + (i < more) for i in range(devices)]
 
 
-def unevenly_divided(
+def of_parts(task: ParallelTask, mesh: Mesh, layerwise: Mapping[str, PartitionSpec]) -> ParallelProgram:
+    """A program that each device runs on its part of the batch, whether that divides or not.
+
+    Args:
+        task: what is to run.
+        mesh: of the axis of replicas.
+        layerwise: parameters of which each device has its own part, and how they are cut.
+    """
+    found = divided(task, mesh, layerwise)
+    if found is not None:
+        return found
+    if layerwise or _communicates(task):
+        return _in_fewer_parts(task, mesh, layerwise)
+    return _unevenly_divided(task, mesh) or _undivided(task, mesh)
+
+
+def _communicates(task: ParallelTask) -> bool:
+    """Whether the function itself uses the axis of replicas, which is not there where it is traced."""
+
+    def alone(*args: Any) -> Any:
+        with in_run(ParallelRun(None, task.options)):
+            return task.function(*args)
+
+    try:
+        jax.eval_shape(alone, *task.args)
+    except NameError as error:
+        return "unbound axis name" in str(error)
+    except Exception:  # noqa: BLE001 - the program that runs raises it again
+        return False
+    return False
+
+
+def _in_fewer_parts(
     task: ParallelTask, mesh: Mesh, layerwise: Mapping[str, PartitionSpec]
-) -> ParallelProgram | None:
+) -> ParallelProgram:
+    """A program with as many parts as divide the batch; the state is kept as always.
+
+    Several devices compute the same part, with the same part of the state, which they gather.
+    """
+    rows = [leaf.shape[0] for leaf, is_state in _leaves(task) if not is_state and leaf.shape]
+    count = math.gcd(mesh.size, *rows)
+    devices = tuple(mesh.devices.flat)
+    fewer = mesh_of_sizes(devices, (count, mesh.size // count), (REPLICA_AXIS, _COPY))
+    in_one_piece = replace(task, options=replace(task.options, enable_parallel_optimizer=False))
+    program = divided(in_one_piece, fewer, layerwise)
+    assert program is not None
+    kept, known, specs = state_layouts(task, mesh, layerwise)
+    batch, structure = jax.tree.flatten(program.arguments)
+    pairs = zip(specs, batch, strict=True)
+    arguments = [other if spec is None else NamedSharding(kept, spec) for spec, other in pairs]
+    given = jax.tree.unflatten(structure, arguments)
+    results, _ = jax.eval_shape(program.call, *task.args)
+    leaves, shape = jax.tree.flatten(results)
+    found = (like(n, x.shape, known) for n, x in zip(names_of(results), leaves, strict=True))
+    outs = [None if spec is None else NamedSharding(kept, spec) for spec in found]
+    call = jax.jit(
+        program.call,
+        in_shardings=given,
+        out_shardings=(jax.tree.unflatten(shape, outs), None),
+        donate_argnums=task.donate,
+    )
+    return ParallelProgram(call, given, known)
+
+
+def _undivided(task: ParallelTask, mesh: Mesh) -> ParallelProgram:
+    """A program of which every device computes all."""
+    specs = [PartitionSpec()] * len(task.shapes())
+    pairs = zip(task.names(), task.shapes(), strict=True)
+    known = {name: (shape, PartitionSpec()) for name, shape in pairs}
+    run = ParallelRun(kept_mesh(mesh, task.options), task.options)
+    return whole(task, run, specs, known)
+
+
+def _unevenly_divided(task: ParallelTask, mesh: Mesh) -> ParallelProgram | None:
     """A program whose devices have unequal parts of the batch; None if there is no such program.
 
     There is none if arguments have different numbers of examples, if code cannot do with the number of
@@ -52,8 +132,8 @@ def unevenly_divided(
     if len({leaf.shape[0] for leaf in batch}) != 1 or not batch[0].shape[0]:
         return None
     try:
-        return divided(task, mesh, layerwise, _UnevenProgram)
-    except Exception:  # noqa: BLE001 - the program of the whole batch raises what is the user's
+        return divided(task, mesh, {}, _UnevenProgram)
+    except (Exception, CannotJoin):  # noqa: BLE001 - that of the whole batch raises what is the user's
         return None
 
 

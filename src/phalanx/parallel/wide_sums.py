@@ -7,12 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from phalanx.parallel.applying import Interpreter
 from phalanx.parallel.reading import CALLS
 from phalanx.runtime import compat
 
-__all__ = ["is_narrow", "with_wide_gradients", "with_wide_sums"]
+__all__ = [
+    "is_narrow",
+    "marked_gradient",
+    "with_wide_gradients",
+    "with_wide_marked_gradients",
+    "with_wide_sums",
+]
 
 _SUMS = {"psum", "psum_invariant", "reduce_scatter", "psum_scatter"}
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
@@ -21,6 +28,9 @@ _FORMS = {
     *("neg", "mul", "div", "add_any", "sharding_constraint", "optimization_barrier"),
 }
 """What may stand between a sum and the gradient that it is."""
+
+
+_GRADIENT = "phalanx gradient"
 
 
 def is_narrow(x: Any) -> bool:
@@ -73,6 +83,39 @@ def with_wide_gradients(gradient: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(results), outs)
 
     return wide
+
+
+def marked_gradient(x: Any) -> Any:
+    """A gradient that `with_wide_marked_gradients` finds in the program."""
+    return checkpoint_name(x, _GRADIENT) if is_narrow(x) else x
+
+
+def with_wide_marked_gradients(closed: Any) -> Callable[..., list[Any]]:
+    """The function of a jaxpr, which sums the gradients in it that are marked in 32 bits.
+
+    >>> x = jnp.ones((4, 2), jnp.bfloat16)
+    >>> closed = jax.make_jaxpr(lambda w: marked_gradient(jax.grad(lambda w: jnp.sum(x @ w))(w)))(x.T)
+    >>> text = str(jax.make_jaxpr(with_wide_marked_gradients(closed))(x.T))
+    >>> text.count("preferred_element_type=float32")
+    1
+    """
+    chosen: set[int] = set()
+    _choose_marked(closed.jaxpr, chosen)
+
+    def wide(*args: Any) -> list[Any]:
+        if not chosen:
+            return compat.eval_jaxpr(closed, args)
+        return _Wide({}, None, {}, chosen).run(closed.jaxpr, closed.consts, args, ())
+
+    return wide
+
+
+def _choose_marked(jaxpr: Any, chosen: set[int]) -> None:
+    marked = [e for e in jaxpr.eqns if e.primitive.name == "name" and e.params["name"] == _GRADIENT]
+    _choose(jaxpr, [atom for eqn in marked for atom in eqn.invars], chosen)
+    for eqn in jaxpr.eqns:
+        for inner in compat.sub_jaxprs(eqn):
+            _choose_marked(inner, chosen)
 
 
 def _choose(jaxpr: Any, wanted: Sequence[Any], chosen: set[int]) -> set[Any]:

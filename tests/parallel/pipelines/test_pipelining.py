@@ -95,19 +95,8 @@ def test_gradients_are_those_of_the_whole_model(
 def whole_steps(kind: str, parts: int) -> tuple[Model, Any, list[float], Any]:
     """A model, its first gradients on one device, its losses in 20 steps, and its last parameters."""
     model = KINDS[kind](parts)
-    transform = optax.adam(1e-2)
-    params, state = model.params, transform.init(model.params)
-
-    @jax.jit
-    def step(params: Any, state: Any, *batch: Any) -> Any:
-        value, gradients = jax.value_and_grad(model.whole)(params, *batch)
-        updates, state = transform.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    gradients, losses = jax.jit(jax.grad(model.whole))(params, *model.batch(8)), []
-    for i in range(20):
-        params, state, value = step(params, state, *model.batch(8 - i % 2))
-        losses.append(float(value))
+    losses, params = model.trained(optax.adam(1e-2), rows=8, steps=20)
+    gradients = jax.jit(jax.grad(model.whole))(model.params, *model.batch(8))
     return model, gradients, losses, params
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -90,18 +91,7 @@ def trained(
 def expected(parts: int, steps: int, rows: int) -> Any:
     model = models.language(parts) if parts > 2 else models.equal(parts)
     transform = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
-    params, state = model.params, transform.init(model.params)
-
-    @jax.jit
-    def step(params: Any, state: Any, *batch: Any) -> Any:
-        value, gradients = jax.value_and_grad(model.whole)(params, *batch)
-        updates, state = transform.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    losses = []
-    for i in range(steps):
-        params, state, value = step(params, state, *model.batch(rows - i % 2))
-        losses.append(float(value))
+    losses, params = model.trained(transform, rows, steps)
     return losses, params, float(model.whole(params, *model.batch(rows)))
 
 
@@ -256,9 +246,12 @@ def failing(what: str, count: int = 2) -> tuple[str, str]:
             raise ZeroDivisionError("in my stage")
         if what == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        if what == "never ends":
+            endless = jax.lax.fori_loop(0, 10**8, lambda _, y: y @ y / 256, jnp.ones((256, 256)))
+            x = x + 0 * jax.lax.stop_gradient(endless[0, 0])
         return models.layer(p, x)
 
-    where = {"raises": 1, "dies": 1, "computes": 0}
+    where = {"raises": 1, "dies": 1, "computes": 0, "never ends": 0}
     micro_batches = 4 if what == "schedule" and rank else 2
     rows = 6 if what == "shapes" and rank else 4
     try:
@@ -326,3 +319,14 @@ def test_a_stage_that_dies_is_named_on_the_others(pair: px.testing.MultiProcess)
     kind, text = outcomes[0].value
     assert kind == "WorkerLostError"
     assert "worker 1" in text
+
+
+@pytest.mark.soak
+def test_a_stage_that_never_ends_is_late_and_those_that_wait_for_it_are_not() -> None:
+    env = {"PHALANX_DEADLINE": "4"}
+    with px.testing.MultiProcess(workers=2, env=env, **WORKERS) as cluster:  # type: ignore[arg-type]
+        for kind, text in cluster.run(failing, "never ends"):
+            assert kind == "DeadlineExceededError"
+            assert "Late: worker 0 (" in text
+            assert "worker 1 waits for worker 0 in recv" in text
+            assert "worker 0 waits" not in text

@@ -92,6 +92,7 @@ class Operator:
         gathers: whether it reads a part of its operands, no larger than the results.
         keeps: what its gradient needs.
         free: whether it takes no time: it only stands for a tensor.
+        counts: whether its gradient counts the elements that make each result, over all devices.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Operator:
     gathers: bool = False
     keeps: Keeps = Keeps.NOTHING
     free: bool = False
+    counts: bool = False
 
     @cached_property
     def _hash(self) -> int:

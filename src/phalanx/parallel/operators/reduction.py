@@ -24,6 +24,7 @@ def reduce(eqn: Equation) -> Operator:
         eqn.results,
         fused=True,
         keeps=keeps,
+        counts=eqn.name in ("reduce_max", "reduce_min"),
     )
 
 
