@@ -340,8 +340,18 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+# What central storage does differently, the tutorial has.
+CASES = [
+    pytest.param(
+        program, strategy, marks=[pytest.mark.soak] * (strategy == "central" and name != "tutorial")
+    )
+    for name, program in PROGRAMS.items()
+    for strategy in STRATEGIES
+]
+NAMES = [f"{name}-{strategy}" for name in PROGRAMS for strategy in STRATEGIES]
+
+
+@pytest.mark.parametrize(("program", "strategy"), CASES, ids=NAMES)
 def test_it_is_the_same_on_several_replicas(
     program: Callable[[px.Strategy], list[Any]], strategy: str
 ) -> None:

@@ -51,21 +51,21 @@ def _run(options: argparse.Namespace) -> int:
     if not source.is_file():
         raise NotFoundError(f"There is no such file. Received: {str(source)!r}")
     try:
-        done = port(source.read_text())
-    except libcst.ParserSyntaxError as error:
+        module = libcst.parse_module(source.read_bytes())
+        done = port(module.code)
+    except (libcst.ParserSyntaxError, SyntaxError, UnicodeError) as error:
         raise InvalidValueError(f"{source} is no Python program: {error}") from error
     if options.in_place:
-        backup = source.with_name(source.name + ".orig")
-        _refuse_existing(backup)
-        shutil.copy2(source, backup)
-        partial = source.with_name(source.name + ".partial")
-        _write_new(partial, done.text)
-        shutil.copymode(source, partial)
-        partial.replace(source)
-        target = source
+        target = source.resolve()  # a link stays a link
+        backup, partial = (target.with_name(target.name + end) for end in (".orig", ".partial"))
+        _refuse_existing(backup, partial)
+        _write_new(partial, done.text, module.encoding)
+        shutil.copymode(target, partial)
+        shutil.copy2(target, backup)
+        partial.replace(target)
     else:
         target = Path(options.output or source.with_name(f"{source.stem}_px{source.suffix}"))
-        _write_new(target, done.text)
+        _write_new(target, done.text, module.encoding)
     lifted = f", {done.models} Keras models lifted" if done.models else ""
     counts = f"{done.renamed} names and {done.tapes} gradient tapes rewritten{lifted}"
     print(f"{target}: {counts}, {len(done.marks)} things left to do", file=sys.stderr)
@@ -74,16 +74,20 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write_new(path: Path, text: str) -> None:
-    """Write a file that must not exist yet."""
+def _write_new(path: Path, text: str, encoding: str) -> None:
+    """Write a file that must not exist yet, with the encoding and the line ends of the program."""
     _refuse_existing(path)
-    with path.open("x") as file:
-        file.write(text)
+    try:
+        with path.open("x", encoding=encoding, newline="") as file:
+            file.write(text)
+    except OSError as error:
+        raise InvalidValueError(f"phalanx port cannot write there: {error}") from error
 
 
-def _refuse_existing(path: Path) -> None:
-    if path.exists():
-        raise InvalidValueError(
-            "phalanx port overwrites no file; remove it, or name another with -o. "
-            f"Received: {str(path)!r}"
-        )
+def _refuse_existing(*paths: Path) -> None:
+    for path in paths:
+        if path.exists():
+            raise InvalidValueError(
+                "phalanx port overwrites no file; remove it, or name another with -o. "
+                f"Received: {str(path)!r}"
+            )

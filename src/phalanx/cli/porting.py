@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,22 +10,18 @@ from typing import Any
 import libcst as cst
 import libcst.matchers as m
 
-from phalanx.cli.porting_keras import lifted_models
+from phalanx.cli.porting_arguments import ported_arguments, without_last_comma
+from phalanx.cli.porting_imports import aliases_of, bound_names, with_imports
+from phalanx.cli.porting_keras import keras_call, lifted_models, with_new_name_of_rate
 from phalanx.cli.porting_names import counterpart
 from phalanx.cli.porting_tapes import Tapes
 from phalanx.cli.porting_tree import Mark, commented, dotted, full_name
 
 __all__ = ["Mark", "Ported", "port"]
 
-_IMPORTS = {
-    "jax": "import jax",
-    "jnp": "import jax.numpy as jnp",
-    "np": "import numpy as np",
-    "optax": "import optax",
-    "px": "import phalanx as px",
-    "keras": "import keras",
-}
 _MARK = "# PORT: "
+_BACKEND = m.MatchRegex("['\"]KERAS_BACKEND['\"]")
+_COUNTING = ("tf.keras.metrics", "tf.keras.optimizers")
 _KERAS_PARTS = ("tf.keras.metrics", "tf.keras.losses", "tf.keras.optimizers")
 
 
@@ -55,38 +52,20 @@ def port(text: str) -> Ported:
         <BLANKLINE>
     """
     module = cst.parse_module(text)
-    aliases = _aliases(module)
-    fits = bool(m.findall(module, m.Call(func=m.Attribute(attr=m.Name("compile") | m.Name("fit")))))
+    aliases = aliases_of(module)
+    method = m.Attribute(value=~m.Name("re"), attr=m.Name("compile") | m.Name("fit"))
+    fits = bool(m.findall(module, m.Call(func=method)))
     tapes = Tapes(aliases)
     module = module.visit(tapes)
     module, models = lifted_models(module, aliases)
-    names = _Names(aliases, fits and not models, fits and bool(models))
+    names = _Names(aliases, fits and not models, fits and bool(models), bound_names(module))
     module = module.visit(names)
-    marks = [*tapes.marks, *names.marks]
-    module = _with_imports(module, names.needed, names.keeps_tensorflow)
+    module, more = with_imports(module, names.needed, names.keeps_tensorflow)
+    marks = [*tapes.marks, *names.marks, *more]
     return Ported(module.code, names.renamed, tapes.count, models, marks)
 
 
 # -- names -----------------------------------------------------------------------------------------
-
-
-def _aliases(module: cst.Module) -> dict[str, str]:
-    """The local names of parts of TensorFlow, with what they stand for."""
-    found: dict[str, str] = {}
-    for node in m.findall(module, m.Import() | m.ImportFrom()):
-        if isinstance(node, cst.Import):
-            for alias in node.names:
-                path = dotted(alias.name) or ""
-                if path.split(".")[0] == "tensorflow":
-                    local = alias.evaluated_alias or path.split(".")[0]
-                    found[local] = "tf" + path.removeprefix("tensorflow") if alias.asname else "tf"
-        elif isinstance(node, cst.ImportFrom) and not isinstance(node.names, cst.ImportStar):
-            path = dotted(node.module) or ""
-            if path.split(".")[0] == "tensorflow":
-                for alias in node.names:
-                    local = alias.evaluated_alias or alias.evaluated_name
-                    found[local] = f"tf{path.removeprefix('tensorflow')}.{alias.evaluated_name}"
-    return found
 
 
 def _as_node(path: str) -> cst.BaseExpression:
@@ -96,24 +75,30 @@ def _as_node(path: str) -> cst.BaseExpression:
 class _Names(cst.CSTTransformer):
     """Replaces names, and puts a comment over statements with names that have no counterpart."""
 
-    def __init__(self, aliases: dict[str, str], fits: bool, both: bool = False) -> None:
+    def __init__(self, aliases: dict[str, str], fits: bool, both: bool, bound: set[str]) -> None:
         super().__init__()
         self._aliases, self._fits, self._both = aliases, fits, both
         self.renamed, self.marks = 0, list[Mark]()
         self.needed: set[str] = set()
         self.keeps_tensorflow = False
         self._pending: list[Mark] = []
-        self._loops = 0
+        self._no_names = set[cst.CSTNode]()  # attributes, keywords and what is being defined
+        self._outer: list[dict[str, str]] = []  # the aliases around the functions around the code
+        self._twice = {name for name in bound if aliases.get(name, "tf") != "tf"}
 
     def _ours(self, full: str) -> str | None:
         """What to write for a name of TensorFlow."""
-        if full.startswith("tf.keras") and (self._fits or not full.startswith(_KERAS_PARTS)):
-            return "keras" + full.removeprefix("tf.keras")
         known, rest = counterpart(full)
+        keeps = self._fits and full.startswith(_KERAS_PARTS)
+        part = ".".join(full.split(".")[:3])
+        if known is None and not keeps and part in _COUNTING and "." in full.removeprefix(part):
+            reason = f"px.{part.split('.')[2]} does not have it, and Keras's own works with fit only"
+            self._pending.append(Mark(full, reason))
+        if full.startswith("tf.keras") and (known is None or (keeps and not known.always)):
+            old = re.compile(r"^tf\.keras\.optimizers\.(legacy|experimental)\b")
+            return "keras" + old.sub("tf.keras.optimizers", full).removeprefix("tf.keras")
         if known is not None and known.ours is not None:
             return known.ours + rest
-        if full.startswith("tf.keras"):
-            return "keras" + full.removeprefix("tf.keras")
         reason = "no counterpart is known" if known is None else known.note
         self._pending.append(Mark(full, reason))
         return None
@@ -122,36 +107,75 @@ class _Names(cst.CSTTransformer):
         full = full_name(node, self._aliases)
         if full is None or full == "tf":
             return node
+        first = (dotted(node) or "").partition(".")[0]
+        if first in self._twice:
+            reason = "the program gives this name another meaning: rename one of them"
+            self._pending.append(Mark(first, reason))
         ours = self._ours(full)
         if ours is None:
             self.keeps_tensorflow = True
             return node
-        self.renamed += 1
         self.needed.add(ours.split(".")[0])
+        if ours == dotted(node):
+            return node
+        self.renamed += 1
         return _as_node(ours)
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:  # noqa: N802
-        return full_name(node, self._aliases) is None  # the outermost attribute is replaced as a whole
+        """Replace the outermost attribute as a whole; what follows other things is no name."""
+        self._no_names.add(node.attr)
+        return full_name(node, self._aliases) is None
 
     def leave_Attribute(  # noqa: N802
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
         """Replace a dotted name."""
         if full_name(original_node, self._aliases) is None:
-            return updated_node
+            return with_new_name_of_rate(updated_node)
         return self._replaced(original_node)
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:  # noqa: N802
         """Replace a name that was imported from a part of TensorFlow."""
-        if self._aliases.get(original_node.value, "tf") == "tf":
+        is_root = self._aliases.get(original_node.value, "tf") == "tf"
+        if is_root or original_node in self._no_names:
             return updated_node
         return self._replaced(original_node)
 
-    def visit_Arg(self, node: cst.Arg) -> bool:  # noqa: N802
-        return True
-
-    def visit_Arg_keyword(self, node: cst.Arg) -> None:  # noqa: N802
+    def visit_Arg(self, node: cst.Arg) -> None:  # noqa: N802
         """Keywords are no names."""
+        if node.keyword is not None:
+            self._no_names.add(node.keyword)
+
+    def visit_Param(self, node: cst.Param) -> None:  # noqa: N802
+        """Parameters are no names of TensorFlow."""
+        self._no_names.add(node.name)
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:  # noqa: N802
+        """A name that is assigned is none of TensorFlow."""
+        self._no_names.add(node.target)
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
+        """A class begins."""
+        self._no_names.add(node.name)
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802
+        """A function begins, whose own names hide those around it."""
+        self._no_names.add(node.name)
+        self._enter(node)
+
+    def visit_Lambda(self, node: cst.Lambda) -> None:  # noqa: N802
+        """A function begins."""
+        self._enter(node)
+
+    def leave_Lambda(self, original_node: cst.Lambda, updated_node: cst.Lambda) -> cst.Lambda:  # noqa: N802
+        """A function ends."""
+        self._aliases = self._outer.pop()
+        return updated_node
+
+    def _enter(self, node: cst.CSTNode) -> None:
+        self._outer.append(self._aliases)
+        hidden = bound_names(node)
+        self._aliases = {name: full for name, full in self._aliases.items() if name not in hidden}
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: N802
         return False
@@ -159,16 +183,23 @@ class _Names(cst.CSTTransformer):
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: N802
         return False
 
-    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:  # noqa: N802
+        """Keras runs on JAX, also where a program asks for another backend."""
+        backend = m.SubscriptElement(slice=m.Index(value=m.SimpleString(value=_BACKEND)))
+        target = m.AssignTarget(target=m.Subscript(slice=[backend]))
+        if m.matches(original_node, m.Assign(targets=[target], value=m.SimpleString())):
+            return updated_node.with_changes(value=cst.SimpleString('"jax"'))
+        return updated_node
+
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> Any:  # noqa: N802
         """A loop over ``tf.range`` is one over ``px.range``."""
         call = original_node.iter
         if isinstance(call, cst.Call) and full_name(call.func, self._aliases) == "tf.range":
             assert isinstance(updated_node.iter, cst.Call)
             self.needed.add("px")
-            return updated_node.with_changes(
-                iter=updated_node.iter.with_changes(func=_as_node("px.range"))
-            )
-        return updated_node
+            loop = updated_node.iter.with_changes(func=_as_node("px.range"))
+            updated_node = updated_node.with_changes(iter=loop)
+        return self._marked(updated_node)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
         """Arguments that differ, and ``.numpy()``, which arrays of JAX do not have."""
@@ -177,14 +208,28 @@ class _Names(cst.CSTTransformer):
             return self._random(full, updated_node)
         if full == "tf.function":
             kept = [arg for arg in updated_node.args if _is_kept_by_function(arg)]
-            return updated_node.with_changes(args=_without_last_comma(kept))
+            return updated_node.with_changes(args=without_last_comma(kept))
         if full == "tf.print":
             return updated_node.with_changes(args=self._format(updated_node.args))
+        if full is not None and full.startswith("tf.keras."):
+            return keras_call(full, updated_node)
+        if full is not None and self._is_array_function(full):
+            args, reason = ported_arguments(full, updated_node.args)
+            if reason is not None:
+                self._pending.append(Mark(full, reason))
+            return updated_node.with_changes(args=args)
         is_numpy = m.matches(original_node, m.Call(func=m.Attribute(attr=m.Name("numpy")), args=[]))
         if is_numpy and isinstance(updated_node.func, cst.Attribute):
             self.needed.add("np")
             return cst.Call(_as_node("np.asarray"), [cst.Arg(updated_node.func.value)])
         return updated_node
+
+    @staticmethod
+    def _is_array_function(full: str) -> bool:
+        known, rest = counterpart(full)
+        ours = None if known is None or rest else known.ours
+        parts = ("jnp.", "jax.nn.", "jax.lax.", "optax.", "os.")
+        return ours is not None and ours.startswith(parts) and not full.startswith("tf.keras")
 
     def _random(self, full: str, call: cst.Call) -> cst.Call:
         """Random numbers need a key."""
@@ -194,7 +239,7 @@ class _Names(cst.CSTTransformer):
             self._pending.append(Mark(full, "takes a key, a shape and a dtype: multiply and add"))
         key = cst.Arg(_as_node("px.random.next_key()"), comma=_COMMA)
         kept = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != "seed"]
-        return call.with_changes(args=[key, *_without_last_comma(kept)])
+        return call.with_changes(args=[key, *without_last_comma(kept)])
 
     def _format(self, args: Sequence[cst.Arg]) -> list[cst.Arg]:
         """The arguments of ``jax.debug.print``: a format string, and values."""
@@ -211,7 +256,7 @@ class _Names(cst.CSTTransformer):
                 text.append("{}")
                 values.append(arg.with_changes(comma=_COMMA))
         start = cst.Arg(cst.SimpleString(repr(" ".join(text))), comma=_COMMA)
-        return _without_last_comma([start, *values])
+        return without_last_comma([start, *values])
 
     def _marked(self, node: Any) -> Any:
         if not self._pending:
@@ -230,6 +275,7 @@ class _Names(cst.CSTTransformer):
 
     def leave_FunctionDef(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """Put the marks of a function's head over it."""
+        self._aliases = self._outer.pop()
         return self._marked(updated_node)
 
     def leave_ClassDef(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
@@ -239,6 +285,8 @@ class _Names(cst.CSTTransformer):
     def leave_With(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """Put the marks of a with statement over it."""
         return self._marked(updated_node)
+
+    leave_If = leave_While = leave_Try = leave_With  # noqa: N815 - `if x: y` has no line for y
 
 
 _COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
@@ -251,47 +299,3 @@ _OF_RANDOM = {
 def _is_kept_by_function(arg: cst.Arg) -> bool:
     """Whether `px.function` has this argument of ``tf.function``; the others only tune TensorFlow."""
     return arg.keyword is None or arg.keyword.value == "input_signature"
-
-
-def _without_last_comma(args: Sequence[cst.Arg]) -> list[cst.Arg]:
-    return [*args[:-1], args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)] if args else []
-
-
-# -- imports ---------------------------------------------------------------------------------------
-
-
-def _with_imports(module: cst.Module, needed: set[str], keeps_tensorflow: bool) -> cst.Module:
-    """The imports of TensorFlow replaced by those that the program needs now."""
-    code = module.code
-    if "px." in code:
-        needed.add("px")
-    present = {line.strip() for line in code.splitlines()}
-    lines = sorted({_IMPORTS[name] for name in needed if name in _IMPORTS} - present)
-    if "keras" in needed:
-        lines = ['os.environ.setdefault("KERAS_BACKEND", "jax")', *lines]
-        lines = lines if "import os" in present else ["import os", *lines]
-    new = [cst.parse_statement(line) for line in lines]
-    body: list[Any] = []
-    done = False
-    for statement in module.body:
-        if not _imports_tensorflow(statement):
-            body.append(statement)
-            continue
-        if keeps_tensorflow:
-            body.append(statement)
-        if not done:
-            head = statement.leading_lines
-            body += [s.with_changes(leading_lines=head) if i == 0 else s for i, s in enumerate(new)]
-            done = True
-    return module.with_changes(body=body if done else [*new, *module.body])
-
-
-def _imports_tensorflow(statement: Any) -> bool:
-    if not isinstance(statement, cst.SimpleStatementLine):
-        return False
-    for node in statement.body:
-        if isinstance(node, cst.ImportFrom) and (dotted(node.module) or "").startswith("tensorflow"):
-            return True
-        if isinstance(node, cst.Import):
-            return any((dotted(alias.name) or "").startswith("tensorflow") for alias in node.names)
-    return False

@@ -1,4 +1,4 @@
-"""Keras models in loops of one's own: where a rewritten program must lift them."""
+"""What is special about Keras: names that Keras 3 has given up, and models that must be lifted."""
 
 from __future__ import annotations
 
@@ -8,16 +8,54 @@ from typing import Any
 import libcst as cst
 import libcst.matchers as m
 
-from phalanx.cli.porting_tree import full_name
+from phalanx.cli.porting_tree import dotted, full_name
 
-__all__ = ["lifted_models"]
+__all__ = ["keras_call", "lifted_models", "with_new_name_of_rate"]
 
 _MODELS = ("tf.keras.Sequential", "tf.keras.Model", "tf.keras.models", "tf.keras.applications")
+_RENAMED = (
+    ("tf.keras.optimizers.", "lr", "learning_rate"),
+    ("tf.keras.layers.InputLayer", "input_shape", "shape"),
+)
+"""Arguments that Keras 3 calls otherwise."""
 _LISTS = m.Name("trainable_variables") | m.Name("trainable_weights")
 
 
+def keras_call(full: str, call: cst.Call) -> cst.Call:
+    """A call of Keras as Keras 3 has it.
+
+    Args:
+        full: the function's name in TensorFlow.
+        call: the call, in which names have been replaced.
+    """
+    renamed = [(old, new) for start, old, new in _RENAMED if full.startswith(start)]
+    for old, new in renamed:
+        args = [
+            a.with_changes(keyword=cst.Name(new)) if m.matches(a, m.Arg(keyword=m.Name(old))) else a
+            for a in call.args
+        ]
+        return call.with_changes(args=args)
+    if full == "tf.keras.backend.set_value" and len(call.args) == 2:
+        variable, value = call.args
+        return cst.Call(
+            cst.Attribute(variable.value, cst.Name("assign")),
+            [value.with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT)],
+        )
+    if full == "tf.keras.backend.get_value" and len(call.args) == 1:
+        return cst.Call(cst.Attribute(call.args[0].value, cst.Name("numpy")))
+    return call
+
+
+def with_new_name_of_rate(node: cst.Attribute) -> cst.Attribute:
+    """``optimizer.lr`` as ``optimizer.learning_rate``."""
+    owner = dotted(node.value) or ""
+    if node.attr.value == "lr" and owner.rpartition(".")[2].endswith("optimizer"):
+        return node.with_changes(attr=cst.Name("learning_rate"))
+    return node
+
+
 def lifted_models(module: cst.Module, aliases: dict[str, str]) -> tuple[cst.Module, int]:
-    """Lift the Keras models whose variables a program differentiates, where they are made.
+    """Lift the Keras models that a program with tapes differentiates or calls, where they are made.
 
     Args:
         module: the program, in which tapes have been rewritten, and names have not.
@@ -35,13 +73,39 @@ def lifted_models(module: cst.Module, aliases: dict[str, str]) -> tuple[cst.Modu
     )
     models: set[str] = set()
     for call in m.findall(module, steps):
-        for found in m.findall(call, m.Attribute(value=m.Name(), attr=_LISTS)):
+        for found in m.findall(call, m.Attribute(attr=_LISTS)):
             assert isinstance(found, cst.Attribute)
-            assert isinstance(found.value, cst.Name)
-            models.add(found.value.value)
+            models |= {name for name in [dotted(found.value)] if name is not None}
+    if models:
+        models |= _called_models(module, aliases)
     others = _other_classes(module, aliases)
     lifting = _Lifting(models - {"self"}, others)
     return module.visit(lifting), lifting.count
+
+
+def _called_models(module: cst.Module, aliases: dict[str, str]) -> set[str]:
+    """The names of models that the program makes, and calls in functions."""
+
+    def is_model(node: Any) -> bool:
+        return (full_name(node, aliases) or "").startswith(_MODELS)
+
+    makers = {
+        node.name.value
+        for node in m.findall(module, m.FunctionDef() | m.ClassDef())
+        if isinstance(node, cst.FunctionDef | cst.ClassDef)
+        and any(map(is_model, m.findall(node, m.Attribute() | m.Name())))
+    }
+    made = set()
+    for node in m.findall(module, m.Assign(targets=[m.AssignTarget()], value=m.Call())):
+        assert isinstance(node, cst.Assign)
+        assert isinstance(node.value, cst.Call)
+        maker, target = node.value.func, dotted(node.targets[0].target)
+        known = is_model(maker) or (isinstance(maker, cst.Name) and maker.value in makers)
+        if known and target is not None:
+            made.add(target)
+    functions = m.findall(module, m.FunctionDef() | m.Lambda())
+    calls = [c.func for f in functions for c in m.findall(f, m.Call())]  # type: ignore[attr-defined]
+    return made & {dotted(function) for function in calls}
 
 
 def _other_classes(module: cst.Module, aliases: dict[str, str]) -> set[str]:
@@ -93,15 +157,19 @@ class _Lifting(cst.CSTTransformer):
         return body
 
     def _makes(self, statement: Any, name: str) -> bool:
-        target = m.AssignTarget(target=m.Name(name))
-        made = m.SimpleStatementLine(body=[m.Assign(targets=[target], value=m.Call())])
-        if not m.matches(statement, made):
+        """Whether a statement gives a name a model; attributes may get an argument of a function."""
+        given = m.Call() | m.Name() if "." in name else m.Call()
+        made = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget()], value=given)])
+        if not m.matches(statement, made) or dotted(statement.body[0].targets[0].target) != name:
             return False
-        function = statement.body[0].value.func
-        return not (isinstance(function, cst.Name) and function.value in self._others)
+        value = statement.body[0].value
+        maker = value.func if isinstance(value, cst.Call) else None
+        return not (isinstance(maker, cst.Name) and maker.value in self._others)
 
 
 def _adds(statement: Any, name: str) -> bool:
     """Whether a statement adds to a model, or builds it."""
-    method = m.Attribute(value=m.Name(name), attr=m.Name("add") | m.Name("build"))
-    return m.matches(statement, m.SimpleStatementLine(body=[m.Expr(value=m.Call(func=method))]))
+    call = m.Call(func=m.Attribute(attr=m.Name("add") | m.Name("build")))
+    if not m.matches(statement, m.SimpleStatementLine(body=[m.Expr(value=call)])):
+        return False
+    return dotted(statement.body[0].value.func.value) == name

@@ -13,12 +13,14 @@ __all__ = ["NAMES", "Name", "counterpart", "table", "tensorflow_names"]
 class Name:
     """A name of TensorFlow, what to write instead, and what is different, or why there is nothing.
 
-    `ours` begins with px, jnp, jax, optax or np; None if there is no counterpart.
+    `ours` begins with px, jnp, jax, optax, np, keras or a module of Python; None if there is no
+    counterpart. `always` is for names of Keras that are replaced even in programs that call `fit`.
     """
 
     theirs: str
     ours: str | None
     note: str = ""
+    always: bool = False
 
 
 def _same(theirs: str, ours: str, names: str, note: str = "") -> list[Name]:
@@ -34,6 +36,10 @@ def _dataset_classes(names: str, reason: str) -> list[Name]:
     kinds = ["Dataset", "FixedLengthRecordDataset", "TFRecordDataset", "TextLineDataset"]
     kinds.append("experimental.CsvDataset")
     return [one for kind in kinds for one in _none(f"tf.data.{kind}", names, reason)]
+
+
+def _gfiles(ours: str, names: str) -> list[Name]:
+    return [Name(f"tf.io.gfile.{name}", f"{ours}.{name}") for name in names.split()]
 
 
 def _arrays(theirs: str, pairs: str) -> list[Name]:
@@ -56,7 +62,7 @@ logical_and:logical_and logical_or:logical_or logical_not:logical_not newaxis:ne
 _MATH = """
 reduce_sum:sum reduce_mean:mean log:log exp:exp sqrt:sqrt square:square add:add multiply:multiply
 divide:divide equal:equal argmax:argmax abs:abs tanh:tanh reduce_std:std reduce_variance:var
-is_nan:isnan
+is_nan:isnan is_finite:isfinite is_inf:isinf floor:floor ceil:ceil log1p:log1p expm1:expm1
 """
 _SERVICE = "there is no service for input; each worker reads its own"
 _V1 = "sessions and graphs do not exist here"
@@ -126,8 +132,7 @@ NAMES: list[Name] = [
     *_none("tf.data.NumpyIterator", "next", "use next(iterator)"),
     Name("tf.data.NumpyIterator.save", "px.data.Iterator.state", "returns the position"),
     *_dataset_classes(
-        "counter group_by_window rejection_resample snapshot sparse_batch unique fingerprint "
-        "ignore_errors",
+        "counter sparse_batch fingerprint",
         "write it as a generator and use from_generator",
     ),
     *_none(
@@ -161,7 +166,7 @@ NAMES: list[Name] = [
     *_none(
         "tf.data.experimental",
         "bucket_by_sequence_length dense_to_ragged_batch enumerate_dataset get_single_element "
-        "save scan take_while unbatch",
+        "group_by_window ignore_errors rejection_resample save scan snapshot take_while unbatch unique",
         f"{_METHOD} (dense_to_ragged_batch: ragged_batch; enumerate_dataset: enumerate)",
     ),
     *_none("tf.data.experimental", "shuffle_and_repeat", "write .shuffle(…).repeat(…)"),
@@ -187,8 +192,7 @@ NAMES: list[Name] = [
     *_none(
         "tf.data.experimental",
         "DatasetInitializer Reducer SqlDataset dense_to_sparse_batch group_by_reducer "
-        "group_by_window ignore_errors index_table_from_dataset pad_to_cardinality "
-        "rejection_resample snapshot table_from_dataset unique",
+        "index_table_from_dataset pad_to_cardinality table_from_dataset",
         "write it as a generator and use from_generator",
     ),
     Name(
@@ -253,6 +257,15 @@ NAMES: list[Name] = [
         "TFRecordWriter VarLenFeature decode_raw "
         "parse_example parse_single_example",
     ),
+    # -- files, which are those of the machine
+    Name("tf.io.gfile.GFile", "open"),
+    *_gfiles("os.path", "exists isdir join"),
+    *_gfiles("os", "listdir remove rename stat walk"),
+    Name("tf.io.gfile.glob", "glob.glob"),
+    Name("tf.io.gfile.rmtree", "shutil.rmtree"),
+    Name("tf.io.gfile.makedirs", "os.makedirs", "phalanx port adds exist_ok=True"),
+    Name("tf.io.gfile.mkdir", "os.makedirs", "phalanx port adds exist_ok=True"),
+    Name("tf.io.gfile", None, "files of the machine: os, shutil and glob of Python"),
     *_same("tf.nn", "px.nn", "compute_average_loss embedding_lookup scale_regularization_loss"),
     *_same(
         "tf.summary",
@@ -287,18 +300,30 @@ NAMES: list[Name] = [
         "px.losses",
         "BinaryCrossentropy CategoricalCrossentropy CategoricalHinge CosineSimilarity Hinge Huber "
         "KLDivergence LogCosh Loss MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredError "
-        "MeanSquaredLogarithmicError Poisson Reduction SparseCategoricalCrossentropy SquaredHinge "
+        "MeanSquaredLogarithmicError Poisson SparseCategoricalCrossentropy SquaredHinge "
         "binary_crossentropy categorical_crossentropy mean_absolute_error mean_squared_error "
         "sparse_categorical_crossentropy",
     ),
     *_same("tf.keras.optimizers", "px.optimizers", "Adagrad Adam AdamW RMSprop SGD schedules"),
     Name("tf.math.confusion_matrix", "px.metrics.confusion_matrix"),
+    Name(
+        "tf.keras.losses.Reduction",
+        "px.losses.Reduction",
+        "strings, which Keras takes, too; it has no AUTO",
+        True,
+    ),
+    Name("tf.keras.utils.experimental.DatasetCreator", "px.keras.DatasetCreator", "", True),
+    *_none("tf.keras", "estimator", "px.estimator.Estimator takes a model function"),
     # -- arrays
     *_arrays("tf", _ARRAYS),
     *_same(
         "tf", "jnp", "bfloat16 complex64 float16 float32 float64 int16 int32 int64 int8 uint32 uint8"
     ),
     *_arrays("tf.math", " ".join(dict.fromkeys((_ARRAYS + _MATH).split()))),
+    Name("tf.math.rsqrt", "jax.lax.rsqrt"),
+    Name("tf.math.top_k", "jax.lax.top_k"),
+    Name("tf.math.reduce_logsumexp", "jax.nn.logsumexp"),
+    *_same("tf.math", "jax.nn", "sigmoid softplus"),
     Name("tf.math.l2_normalize", None, "x / jnp.linalg.norm(x, axis=…, keepdims=True)"),
     *_same(
         "tf.nn", "jax.nn", "elu gelu leaky_relu log_softmax relu sigmoid silu softmax softplus tanh"
@@ -306,6 +331,9 @@ NAMES: list[Name] = [
     Name("tf.sigmoid", "jax.nn.sigmoid"),
     Name("tf.one_hot", "jax.nn.one_hot"),
     Name("tf.Tensor", "jax.Array"),
+    Name("tf.TensorShape", "tuple", "takes no None"),
+    Name("tf.add_n", "sum"),
+    Name("tf.__version__", "px.__version__", "the version of Phalanx"),
     Name("tf.norm", "jnp.linalg.norm"),
     Name(
         "tf.nn.sparse_softmax_cross_entropy_with_logits",
@@ -345,6 +373,9 @@ PREFIXES = {
     "tf.distribute.experimental.coordinator": "px.coordinator",
     "tf.keras.optimizers.schedules": "px.optimizers.schedules",
     "tf.keras.optimizers.legacy": "px.optimizers",
+    "tf.keras.optimizers.experimental": "px.optimizers",
+    "tf.keras.callbacks.experimental": "keras.callbacks",
+    "tf.keras.layers.experimental.preprocessing": "keras.layers",
 }
 """Modules whose names are the same here."""
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import libcst as cst
 import libcst.matchers as m
 
-from phalanx.cli.porting_tree import Mark, commented, full_name
+from phalanx.cli.porting_tree import Mark, commented, dotted, full_name
 
 __all__ = ["Tapes"]
 
@@ -31,7 +31,8 @@ class Tapes(cst.CSTTransformer):
         self._taken: set[str] = set()  # names of the program
         self.marks: list[Mark] = []
         self.count = 0
-        self._around: list[str] = []  # the classes and functions around the code
+        self._around: list[str] = []  # the functions and the models of Keras around the code
+        self._models: set[str] = set()  # classes of the program that are models of Keras
 
     def visit_Module(self, node: cst.Module) -> None:  # noqa: N802
         """Look which names there are."""
@@ -39,7 +40,13 @@ class Tapes(cst.CSTTransformer):
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
         """A class begins."""
-        self._around.append(f"class {node.name.value}")
+        bases = [
+            (full_name(base.value, self._aliases) or dotted(base.value) or "") for base in node.bases
+        ]
+        is_model = any(base.startswith("tf.keras") or base in self._models for base in bases)
+        if is_model:
+            self._models.add(node.name.value)
+        self._around.append("model of Keras" if is_model else "class")
 
     def leave_ClassDef(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """A class ends."""
@@ -74,7 +81,11 @@ class Tapes(cst.CSTTransformer):
             if tapes is None:
                 result.append(statement)
                 continue
-            made = self._function(statement, tapes, rest)
+            block, inside = _without_gradients(statement, tapes)
+            after = self._with_names(tapes, [*inside, *rest])
+            made = self._function(block, tapes, after)
+            if not isinstance(made, str):
+                rest = after
             if isinstance(made, str):
                 mark = Mark("tf.GradientTape", made)
                 self.marks.append(mark)
@@ -82,6 +93,28 @@ class Tapes(cst.CSTTransformer):
             else:
                 self.count += len(tapes)
                 result += made
+        return result
+
+    def _with_names(self, tapes: list[str], statements: list[Any]) -> list[Any]:
+        """Statements in which gradients inside expressions have names: those of lines before."""
+        result: list[Any] = []
+        for statement in statements:
+            asked = [
+                call
+                for tape in tapes
+                for call in m.findall(statement, m.Call(func=_gradient_of(tape)))
+                if isinstance(statement, cst.SimpleStatementLine)
+            ]
+            is_named = m.matches(statement, m.SimpleStatementLine(body=[m.Assign(value=m.Call())]))
+            if len(asked) != 1 or (is_named and statement.body[0].value is asked[0]):
+                result.append(statement)
+                continue
+            name = "gradients"
+            while name in self._taken:
+                name += "_here"
+            line = cst.parse_statement(f"{name} = {cst.Module([]).code_for_node(asked[0])}")
+            changed = statement.deep_replace(asked[0], cst.Name(name)).with_changes(leading_lines=())
+            result += [line.with_changes(leading_lines=statement.leading_lines), changed]
         return result
 
     def _tapes_of(self, statement: Any) -> list[str] | None:
@@ -102,7 +135,7 @@ class Tapes(cst.CSTTransformer):
     def _function(self, block: cst.With, tapes: list[str], rest: list[Any]) -> list[Any] | str:
         """The statements in place of tapes and their gradients; or why there are none."""
         reason = _unusual(block, tapes)
-        if self._around[-1:] == ["train_step"] and any("class " in name for name in self._around):
+        if self._around[-2:] == ["model of Keras", "train_step"]:
             reason = "Keras on JAX computes gradients itself: override compute_loss, not train_step"
         if reason:
             return reason
@@ -132,13 +165,29 @@ class Tapes(cst.CSTTransformer):
             leading_lines=block.leading_lines,
         )
         places = [each.at for each in found]
+        over = [line for i in places for line in rest[i].leading_lines if line.comment]
         between = [s for i, s in enumerate(rest[: max(places)]) if i not in places]
         del rest[: max(places) + 1]
         rest[:] = [s for s in rest if not _deletes(s, tapes)]
         made = {*assigned}
         before = [s for s in between if not made & _names(s)]  # perhaps the list of variables
         after = [s for s in between if made & _names(s)]
-        return [*before, definition, cst.parse_statement(lines[1]), *after]
+        call: Any = cst.parse_statement(lines[1])
+        return [*before, definition, call.with_changes(leading_lines=over), *after]
+
+
+def _without_gradients(block: cst.With, tapes: list[str]) -> tuple[cst.With, list[Any]]:
+    """A block up to where it asks for gradients itself, and its statements from there on."""
+    body = list(block.body.body)
+    for i, statement in enumerate(body):
+        if any(m.findall(statement, _gradient_of(tape)) for tape in tapes) and i:
+            shorter = block.body.with_changes(body=body[:i])
+            return block.with_changes(body=shorter), body[i:]
+    return block, []
+
+
+def _gradient_of(tape: str) -> Any:
+    return m.Attribute(value=m.Name(tape), attr=m.Name("gradient"))
 
 
 def _names(statement: Any) -> set[str]:

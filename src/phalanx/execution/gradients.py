@@ -7,8 +7,10 @@ replica.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +20,16 @@ from phalanx.core.values import Mirrored, PerReplica
 from phalanx.core.variables import traced_variables
 from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError, UnsupportedError
+from phalanx.execution.later_variables import LaterVariables, made_by
 from phalanx.execution.regathering import gathers_again, is_gathered_again, stand_in
 from phalanx.execution.taps import Tap
 from phalanx.runtime.formatting import shown
+
+FinishesGradients = Callable[[Sequence[Variable], Sequence[Any]], Sequence[Any]]
+
+_finishing: contextvars.ContextVar[FinishesGradients | None] = contextvars.ContextVar(
+    "finishing gradients", default=None
+)
 
 
 def value_and_grad(
@@ -45,6 +54,14 @@ def value_and_grad(
         >>> float(loss), gradient.tolist()
         (15.0, [6.0, 12.0])
     """
+    if isinstance(variables, LaterVariables) and callable(fn):
+
+        @functools.wraps(fn)
+        def made_first(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            (made,) = made_by(fn, [variables], args, kwargs)
+            return value_and_grad(fn, made, has_aux)(*args, **kwargs)
+
+        return made_first
     listed = _checked(fn, variables)
     here = [v for v in listed if v.home is None]
     elsewhere = [v for v in listed if v.home is not None]
@@ -68,12 +85,27 @@ def value_and_grad(
         result, found = traced_variables.tracing(
             lambda: both(values, jnp.float32(0)), lambda: not made[-1].has_written
         )
-        gradients = iter(found[0] if elsewhere else found)
+        gradients = iter(_finished(here, found[0] if elsewhere else found))
         return result, jax.tree.map(
             lambda v: next(gradients) if v.home is None else taps[v].gradient(), variables
         )
 
     return differentiated
+
+
+@contextlib.contextmanager
+def finishing_gradients(finish: FinishesGradients) -> Iterator[None]:
+    """Let `finish` make what steps get of the gradients of variables."""
+    before = _finishing.set(finish)
+    try:
+        yield
+    finally:
+        _finishing.reset(before)
+
+
+def _finished(variables: Sequence[Variable], gradients: Sequence[Any]) -> Sequence[Any]:
+    finish = _finishing.get()
+    return gradients if finish is None else finish(variables, gradients)
 
 
 def _checked(fn: Any, variables: Any) -> list[Variable]:
@@ -115,6 +147,13 @@ def values_and_grads(
         (3.0, -12.0)
     """
     nests = list(variables)
+    if callable(fn) and any(isinstance(nest, LaterVariables) for nest in nests):
+
+        @functools.wraps(fn)
+        def made_first(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            return values_and_grads(fn, made_by(fn, nests, args, kwargs), has_aux)(*args, **kwargs)
+
+        return made_first
     listed = list({id(v): v for nest in nests for v in _checked(fn, nest)}.values())
     elsewhere = [v.name for v in listed if v.home is not None]
     if elsewhere:
@@ -155,7 +194,7 @@ def values_and_grads(
         result, found = traced_variables.tracing(both, lambda: not made[-1].has_written)
         gradients = []
         for nest, each in zip(nests, found, strict=True):
-            known = dict(zip(map(id, listed), each, strict=True))
+            known = dict(zip(map(id, listed), _finished(listed, each), strict=True))
             gradients.append(jax.tree.map(lambda v, known=known: known[id(v)], nest))
         return result, tuple(gradients)
 

@@ -103,6 +103,7 @@ class RemoteProgram(Program):
         self._needed = [*references(needed), *result.variables]
         self._home = _only_home([v for v in needed if v.home is not None])
         self._device = used.device
+        self._checked: set[int] = set()  # requests whose indices are constants that exist
         self._after_runs = list(used.after_runs)
 
     @property
@@ -154,7 +155,8 @@ class RemoteProgram(Program):
         if missing and (not self._stages or self._stages[0][1].wholes):
             values, missing = read(self._home, missing), []
         for asks, stage in self._stages:
-            operands = iter(stage.fixed() or stage.run(variables, arrays, rows, values))
+            fixed = stage.fixed()
+            operands = iter(fixed or stage.run(variables, arrays, rows, values))
             reads: list[TableRead] = []
             of_rows: list[int] = []
             for k in asks:
@@ -164,7 +166,10 @@ class RemoteProgram(Program):
                     rows[k] = _after(target.pending(), request.changes, operands).whole()
                     continue
                 indices = np.asarray(next(operands))
-                check_indices(target, indices)
+                if k not in self._checked:
+                    check_indices(target, indices)
+                    if fixed:
+                        self._checked.add(k)
                 reads.append(TableRead(target, indices))
                 of_rows.append(k)
             answers = read(self._home, [*reads, *missing])  # what the rest needs comes along

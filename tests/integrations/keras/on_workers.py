@@ -13,7 +13,7 @@ import numpy as np
 
 import phalanx as px
 from tests.integrations.keras import cases
-from tests.integrations.keras.cases import FIT, X, Y, classifier
+from tests.integrations.keras.cases import CROSSENTROPY, FIT, X, Y, classifier
 
 
 @functools.cache
@@ -65,6 +65,24 @@ def go_on(folder: str) -> Any:
         X, Y, **(FIT | {"shuffle": False}), callbacks=[keras.callbacks.BackupAndRestore(where)]
     )
     return history.epoch, made.get_weights()
+
+
+def functional() -> Any:
+    """A classifier whose variables have the same paths when it is loaded again."""
+    rows = keras.Input((6,))
+    made = keras.Model(rows, keras.layers.Dense(3)(keras.layers.Dense(4)(rows)))
+    made.compile(keras.optimizers.SGD(0.1, momentum=0.9), CROSSENTROPY)
+    return made
+
+
+def train_with_orbax(folder: str) -> Any:
+    """Checkpoints that Keras writes with Orbax, of the latest two epochs."""
+    with strategy().scope():
+        keras.utils.set_random_seed(1)
+        made = functional()
+    writer = keras.callbacks.OrbaxCheckpoint(folder, max_to_keep=2)
+    made.fit(X, Y, **(FIT | {"shuffle": False}), callbacks=[writer])
+    return made.get_weights()
 
 
 class Fails(keras.callbacks.Callback):

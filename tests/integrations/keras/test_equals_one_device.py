@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,16 @@ def mirrored(count: int) -> px.Strategy:
 
 
 NAMES = list(cases.CASES)
-IN_TURN = [(name, 2 if name == "not_compiled" else (4, 2)[i % 2]) for i, name in enumerate(NAMES)]
+ELSEWHERE = (
+    "files_of_callbacks",
+    "saved_and_loaded",
+)  # test_models_in_scopes.py has these for two replicas
+SLOW = ("not_compiled",)
+IN_TURN = [
+    (name, 2 if i % 4 else 4)  # fewer programs to compile
+    for i, name in enumerate(NAMES)
+    if name not in (*ELSEWHERE, *SLOW)
+]
 OTHERS = [(name, n) for name in NAMES for n in (1, 2, 3, 4, 8) if (name, n) not in IN_TURN]
 
 
@@ -40,6 +50,11 @@ def test_mirrored(name: str, replicas: int) -> None:
 @pytest.mark.parametrize(("name", "replicas"), OTHERS)
 def test_mirrored_on_more(name: str, replicas: int) -> None:
     check(name, mirrored(replicas))
+
+
+def test_every_case_has_a_row() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "coverage.md").read_text()
+    assert [name for name in NAMES if f"`{name}`" not in page] == []
 
 
 STRATEGIES = {

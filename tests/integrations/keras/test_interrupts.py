@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import phalanx as px
+from tests.data.interrupting import Interrupt, interrupt_at
 
 X = np.linspace(-1, 1, 24, dtype="float32").reshape(12, 2)
 Y = X.sum(1, keepdims=True)
@@ -54,3 +55,53 @@ def test_an_interrupt_after_a_step_keeps_the_weights_of_that_step(by_hand: bool)
     for mine, theirs in zip(model.get_weights(), alike.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
     assert int(model.optimizer.iterations.numpy()) == 2
+
+
+WHERE = ("keras/src/backend/jax/trainer", "phalanx/integrations/keras")
+
+
+def check_moments(method: str, every: int) -> int:
+    """Interrupt two steps at each moment in turn, or at some of them; how many there were."""
+    model = made()
+    start = model.get_weights()
+
+    def call() -> None:
+        if method == "fit":
+            model.fit(X[:8], Y[:8], batch_size=4, shuffle=False, verbose=0)
+        elif method == "evaluate":
+            model.evaluate(X[:8], Y[:8], batch_size=4, verbose=0)
+        else:
+            for i in (0, 4):
+                model.train_on_batch(X[i : i + 4], Y[i : i + 4])
+
+    def begin_anew() -> None:
+        model.set_weights(start)
+        model.optimizer.iterations.assign(0)
+
+    states = [start]
+    for i in (0, 4) if method != "evaluate" else ():
+        model.train_on_batch(X[i : i + 4], Y[i : i + 4])
+        states.append(model.get_weights())
+    call()  # so that all programs are there
+    number, ended = 1, False
+    while not ended:
+        begin_anew()
+        try:
+            ended = interrupt_at(number, call, WHERE)
+        except Interrupt:
+            steps = int(model.optimizer.iterations.numpy())
+            for mine, theirs in zip(model.get_weights(), states[steps], strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-6, err_msg=f"at moment {number}")
+        number += every
+    return number
+
+
+@pytest.mark.parametrize(("method", "every"), [("fit", 7), ("train_on_batch", 21)])
+def test_weights_are_kept_at_many_moments(method: str, every: int) -> None:
+    assert check_moments(method, every) > 100
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["fit", "train_on_batch", "evaluate"])
+def test_weights_are_kept_at_every_moment(method: str) -> None:
+    assert check_moments(method, every=1) > 100

@@ -150,6 +150,21 @@ def test_batch_statistics_of_the_batch_or_of_replicas(rows: int) -> None:
     assert not np.allclose(one[3], variance, atol=1e-3)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("rows", [24, 11, 7])
+@pytest.mark.parametrize("count", [1, 3, 4, 8])
+def test_batch_statistics_of_any_number_of_replicas(count: int, rows: int) -> None:
+    size = -(-rows // count)
+    parts = [X[:rows][i : i + size] for i in range(0, rows, size)]  # the last replicas may have none
+    moving = normalized(mirrored(count), "replica", rows)
+    np.testing.assert_allclose(moving[2], 0.5 * np.mean([p.mean(0) for p in parts], 0), atol=1e-5)
+    variance = 0.5 + 0.5 * np.mean([p.var(0) for p in parts], 0)
+    np.testing.assert_allclose(moving[3], variance, atol=1e-5)
+    found = normalized(mirrored(count), rows=rows)
+    for x, y in zip(found, normalized(None, rows=rows), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
 def test_an_unknown_kind_of_statistics_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'global' for statistics.*Received: 'local'"):
         px.keras.distribute(alone(), mirrored(), batch_norm="local")
@@ -323,6 +338,28 @@ def test_interrupted_input_keeps_the_weights() -> None:
     expected = alone()
     expected.fit(X[:12], Y[:12], batch_size=12, shuffle=False, verbose=0, epochs=steps)
     assert same(model, expected)
+
+
+def test_a_model_without_a_strategy_takes_datasets_too(tmp_path: Path) -> None:
+    in_scope(mirrored()).save(tmp_path / "m.keras")
+    data = px.data.Dataset.from_tensor_slices((X, Y)).batch(12)
+    weights = {0: 1.0, 1: 2.0, 2: 0.5}
+    options = {"epochs": 2, "verbose": 0, "class_weight": weights}
+    by_rows, loaded = (keras.models.load_model(tmp_path / "m.keras") for _ in range(2))
+    arrays = {
+        "batch_size": 12,
+        "shuffle": False,
+        "validation_data": (X, Y),
+        "validation_batch_size": 12,
+    }
+    expected = by_rows.fit(X, Y, **arrays, **options).history
+    assert loaded.fit(data, validation_data=data, **options).history == expected
+    assert same(loaded, by_rows)
+    assert loaded.evaluate(data, verbose=0) == by_rows.evaluate(X, Y, 12, verbose=0)
+    rows = loaded.predict(data.map(lambda x, y: x), verbose=0)
+    np.testing.assert_allclose(rows, by_rows.predict(X, 12, verbose=0), atol=1e-6)
+    with pytest.raises(ValueError, match="gives the targets with its batches"):
+        loaded.fit(data, Y)
 
 
 def test_datasets_have_their_own_targets() -> None:

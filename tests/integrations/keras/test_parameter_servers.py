@@ -90,6 +90,9 @@ def test_a_failing_callback_keeps_the_weights(
     assert all(np.isfinite(x).all() for x in model.get_weights())
     model.fit(data, steps_per_epoch=2, verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 10
+    px.coordinator.ClusterCoordinator(strategy).close()
+    model.fit(data, steps_per_epoch=2, verbose=0)  # by another coordinator
+    assert int(model.optimizer.iterations.numpy()) == 12
 
 
 def test_failing_input_of_a_worker_is_told_and_weights_are_kept(
@@ -117,3 +120,32 @@ def test_failing_input_of_a_worker_is_told_and_weights_are_kept(
     steps = int(model.optimizer.iterations.numpy())
     assert 5 <= steps <= 8
     assert not np.allclose(model.get_weights()[0], start[0])
+
+
+def test_a_lifted_model_in_a_loop_of_its_own(strategy: px.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = px.keras.lift(classifier())
+        optimizer = px.optimizers.SGD(0.1)
+    expected = classifier(optimizer=keras.optimizers.SGD(0.1))
+    expected.set_weights(model.update_model().get_weights())
+    coordinator = px.coordinator.ClusterCoordinator(strategy)
+    entropy = px.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    def on_replica() -> Any:
+        def loss() -> Any:
+            return px.nn.compute_average_loss(entropy(Y[:BATCH], model(X[:BATCH])))
+
+        value, gradients = px.value_and_grad(loss, model.trainable_variables)()
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return value
+
+    step = px.function(lambda: strategy.run(on_replica))
+    for _ in range(4):  # one after the other, so that it is training on one device
+        value = coordinator.schedule(step)
+        coordinator.join()
+        wanted = expected.evaluate(X[:BATCH], Y[:BATCH], verbose=0)
+        np.testing.assert_allclose(value.fetch(), wanted, rtol=1e-5)
+        expected.fit(X[:BATCH], Y[:BATCH], batch_size=BATCH, verbose=0)
+    for a, b in zip(model.update_model().get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,14 @@ def on_one_device(name: str) -> Any:
     return PROGRAMS[name]()
 
 
-@pytest.mark.parametrize("kind", ["mirrored 2", pytest.param("central 4", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", PROGRAMS)
+# tests/port has a GAN, too.
+QUICK = [(name, "mirrored 2") for name in PROGRAMS if name != "gan"]
+SLOW = [case for case in itertools.product(PROGRAMS, STRATEGIES) if case not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.soak) for case in SLOW)]
+)
 def test_a_program_gives_the_same(name: str, kind: str) -> None:
     found = PROGRAMS[name](STRATEGIES[kind]())
     for x, y in zip(found, on_one_device(name), strict=True):

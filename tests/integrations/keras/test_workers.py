@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,18 @@ def test_one_worker_writes_and_prints(cluster: px.testing.MultiProcess, tmp_path
     epochs, weights = zip(*cluster.run(on_workers.go_on, str(tmp_path)), strict=True)
     assert epochs == ([2, 3], [2, 3])
     assert on_workers.close(*weights)
+
+
+@pytest.mark.soak  # Orbax takes three seconds
+def test_orbax_checkpoints_of_several_workers(cluster: px.testing.MultiProcess, tmp_path: Path) -> None:
+    found, other = cluster.run(on_workers.train_with_orbax, str(tmp_path))
+    assert on_workers.close(found, other)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
+    loaded = on_workers.functional()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Orbax recommends what Keras does not do
+        loaded.load_weights(tmp_path)
+    assert on_workers.close(found, loaded.get_weights())
 
 
 # A process that goes on after an error is missed only when the deadline is over.

@@ -1,11 +1,14 @@
 """Custom training with tf.distribute.Strategy: a Keras model in a loop of its own."""
 
+# Import TensorFlow
+import tensorflow as tf
+
+# Helper libraries
+import numpy as np
 import os
 import tempfile
 
-import numpy as np
-import tensorflow as tf
-
+print("TensorFlow", tf.__version__ > "")
 tf.random.set_seed(0)
 tf.keras.utils.set_random_seed(0)
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -29,7 +32,6 @@ def create_model():
     regularizer = tf.keras.regularizers.L2(1e-5)
     model = tf.keras.Sequential(
         [
-            tf.keras.layers.Input((6,)),
             tf.keras.layers.Dense(8, activation="relu", kernel_regularizer=regularizer),
             tf.keras.layers.Dense(2),
         ]
@@ -44,9 +46,12 @@ with strategy.scope():
         from_logits=True, reduction=tf.keras.losses.Reduction.NONE
     )
 
-    def compute_loss(labels, predictions):
+    def compute_loss(labels, predictions, model_losses):
         per_example_loss = loss_object(labels, predictions)
-        return tf.nn.compute_average_loss(per_example_loss, global_batch_size=GLOBAL_BATCH_SIZE)
+        loss = tf.nn.compute_average_loss(per_example_loss, global_batch_size=GLOBAL_BATCH_SIZE)
+        if model_losses:
+            loss += tf.nn.scale_regularization_loss(tf.add_n(model_losses))
+        return loss
 
     test_loss = tf.keras.metrics.Mean(name="test_loss")
     train_accuracy = tf.keras.metrics.SparseCategoricalAccuracy(name="train_accuracy")
@@ -60,7 +65,7 @@ def train_step(inputs):
     images, labels = inputs
     with tf.GradientTape() as tape:
         predictions = model(images, training=True)
-        loss = compute_loss(labels, predictions)
+        loss = compute_loss(labels, predictions, model.losses)
     gradients = tape.gradient(loss, model.trainable_variables)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
     train_accuracy.update_state(labels, predictions)
@@ -104,8 +109,22 @@ for epoch in range(EPOCHS):
     test_accuracy.reset_states()
 
 print("loss falls", losses[-1] < losses[0], "accuracy above 80", float(accuracy) > 80)
-saved = [v.numpy() for v in model.trainable_variables]
-for v in model.trainable_variables:
-    v.assign(tf.zeros_like(v))
+eval_accuracy = tf.keras.metrics.SparseCategoricalAccuracy(name="eval_accuracy")
+new_model = create_model()
+new_optimizer = tf.keras.optimizers.Adam()
+
+
+@tf.function
+def eval_step(images, labels):
+    predictions = new_model(images, training=False)
+    eval_accuracy(labels, predictions)
+
+
+for x in test_dist_dataset:
+    distributed_test_step(x)
+checkpoint.save(checkpoint_prefix)
+checkpoint = tf.train.Checkpoint(optimizer=new_optimizer, model=new_model)
 checkpoint.restore(tf.train.latest_checkpoint(os.path.dirname(checkpoint_prefix)))
-print("restored", any(np.abs(v.numpy()).sum() > 0 for v in model.trainable_variables))
+for images, labels in test_dataset:
+    eval_step(images, labels)
+print("restored", float(eval_accuracy.result()) == float(test_accuracy.result()))

@@ -5,6 +5,7 @@ import tempfile
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.keras import layers, metrics
 
 tf.keras.utils.set_random_seed(7)
 strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -31,16 +32,16 @@ eval_dataset = dataset.map(scale).batch(BATCH_SIZE)
 with strategy.scope():
     model = tf.keras.Sequential(
         [
-            tf.keras.layers.Input(shape=(4, 4, 1)),
-            tf.keras.layers.Flatten(),
-            tf.keras.layers.Dense(8, activation="relu"),
-            tf.keras.layers.Dense(2),
+            layers.Input(shape=(4, 4, 1)),
+            layers.Flatten(),
+            layers.Dense(8, activation="relu"),
+            layers.Dense(2),
         ]
     )
     model.compile(
         loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         optimizer=tf.keras.optimizers.Adam(learning_rate=0.05),
-        metrics=["accuracy"],
+        metrics=[metrics.SparseCategoricalAccuracy(name="accuracy")],
     )
 
 checkpoint_dir = tempfile.mkdtemp()
@@ -66,5 +67,6 @@ model.fit(train_dataset, epochs=3, callbacks=callbacks, verbose=0)
 before, accuracy = model.evaluate(eval_dataset, verbose=0)
 model.load_weights(checkpoint_prefix.format(epoch=3))
 after, _ = model.evaluate(eval_dataset, verbose=0)
+print("layers", [type(layer).__name__ for layer in model.layers])
 print("rates", rates, "files", len(os.listdir(checkpoint_dir)))
 print("same after loading", abs(before - after) < 1e-6)

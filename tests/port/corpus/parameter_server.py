@@ -66,7 +66,7 @@ def step_fn(iterator):
         with tf.GradientTape() as tape:
             pred = tf.matmul(batch_data, tf.convert_to_tensor(w))
             loss = tf.reduce_mean(tf.square(pred[:, 0] - labels))
-        gradients = tape.gradient(loss, [w])
+            gradients = tape.gradient(loss, [w])
         optimizer.apply_gradients(zip(gradients, [w]))
         return loss
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
@@ -171,6 +172,25 @@ def atomically(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return result
     finally:
         step.end()
+
+
+def at_once(fn: Callable[[], None]) -> None:
+    """Call a function that gives first values to variables which this thread has just made.
+
+    No other step knows them yet, so it needs no turn, and the values stay if this step fails. It is
+    called in a thread of its own, because this one may be tracing a program.
+    """
+    step = Transaction()
+    step._turn = Turn(Turns("give first values"))
+
+    def give() -> None:
+        _current.set(step)  # in a context that only this thread has
+        fn()
+
+    with ThreadPoolExecutor(1, "phalanx-state") as thread:
+        thread.submit(contextvars.Context().run, give).result()
+    step.commit()
+    step.end()
 
 
 def in_turn(fn: Callable[[], T]) -> T:

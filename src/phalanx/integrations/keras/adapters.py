@@ -159,6 +159,41 @@ class DatasetInput(PlacedInput):
         return PlacedBatch(placed.array, Cut(placed.cut.sizes if placed.cut else even, self._order))
 
 
+class PlainInput(PlacedInput):
+    """Batches of a `px.data.Dataset` for a model without a strategy: as they are."""
+
+    batch_size = has_partial_batch = partial_batch_size = None
+
+    def __init__(self, dataset: Dataset) -> None:
+        super().__init__()
+        self._dataset = dataset
+
+    @property
+    def num_batches(self) -> int | None:
+        """How many batches an epoch has, if that is known."""
+        size = self._dataset.cardinality()
+        return size if size >= 0 else None
+
+    def batches(self) -> Iterator[Any]:
+        """The batches of one epoch."""
+        return iter(self._dataset)
+
+
+def plain_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a model without a strategy, with datasets as Keras knows them."""
+    x, weights = call["x"], call.get("class_weight")
+    if isinstance(x, Dataset):
+        _refuse(call.get("y"), "y", "the targets")
+        _refuse(call.get("sample_weight"), "sample_weight", "the weights")
+        if weights is not None:
+            x = x.map(lambda *batch: touch_points.with_class_weights(batch, weights))
+            call = call | {"class_weight": None}
+        call = call | {"x": PlainInput(x)}
+    if isinstance(call.get("validation_data"), Dataset):
+        call = call | {"validation_data": PlainInput(call["validation_data"])}
+    return call
+
+
 def _is_value(x: Any) -> bool:
     return isinstance(x, PerReplica)
 

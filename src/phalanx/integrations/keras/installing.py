@@ -27,11 +27,12 @@ def install() -> None:
         if found is not None:
             _refuse(found)
             return
-        from phalanx.integrations.keras.lifting import guarded, guarded_assign
+        from phalanx.integrations.keras.lifting import guarded, guarded_assign, guarded_losses
         from phalanx.integrations.keras.trainer import strategy_trainer
 
         touch_points.put_trainer(strategy_trainer)
         touch_points.put_layer_call(guarded)
+        touch_points.put_layer_losses(guarded_losses)
         touch_points.put_variable_assign(guarded_assign)
         touch_points.accept_synchronized()
 

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core import context as ctx
 from phalanx.core.options import VariableAggregation
-from phalanx.core.variables import traced_variables
+from phalanx.core.variables import traced_variables, transactions
 from phalanx.core.variables.variable import Variable
-from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.errors import ContextError, InvalidTypeError
+from phalanx.execution.later_variables import LaterVariables, variables_are_made
 from phalanx.integrations.keras import touch_points
 from phalanx.integrations.keras.distribution import strategy_of
+from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
 
 _ATTRIBUTE = "_px_lifted"
@@ -32,14 +36,84 @@ class LiftedModel:
     """A Keras model, or a layer, with variables of a strategy; made by `px.keras.lift`."""
 
     def __init__(self, model: Any, strategy: Any) -> None:
-        self._model = model
-        with contextlib.nullcontext() if ctx.get_strategy() is strategy else strategy.scope():
-            self._pairs = [(v, _variable(v)) for v in model.variables]
+        self._model, self._strategy = model, strategy
+        self._made: list[tuple[Any, Variable]] | None = None
+        self._then: Callable[[], None] | None = None  # see `when_built`
+        self._latest = threading.local()  # what layers have added to the loss in the latest call
+        self._take_variables()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process gets, which makes a model of its own of it."""
+        variables = None if self._made is None else self.variables
+        return {"model": self._model, "strategy": self._strategy, "variables": variables}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._model, self._strategy = state["model"], state["strategy"]
+        known = state["variables"]
+        pairs = zip(self._model.variables, known or (), strict=known is not None)
+        self._made = None if known is None else list(pairs)
+        self._then = None
+        self._latest = threading.local()
+        object.__setattr__(self._model, _ATTRIBUTE, self)
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there are variables; takes those of a model that has them now."""
+        self._take_variables()
+        return self._made is not None
+
+    def when_built(self, then: Callable[[], None]) -> None:
+        """Call a function when there are variables, before they are used; one function only."""
+        self._then = then
+
+    def _take_variables(self) -> None:
+        if self._made is not None or not self._model.built:
+            return
+        with ctx.push(ctx.Mode(self._strategy)), compat.evaluating(), _building():
+            self._made = [(v, _variable(v)) for v in self._model.variables]
+        if self._then is not None:
+            try:
+                transactions.at_once(self._then)
+            except BaseException:
+                self._made = None  # so that the next call fails as well
+                raise
+            self._then = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
+        if not self.is_built:
+            self._build(args, kwargs)
         with self.scope():
             return self._model(*args, **kwargs)
+
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let the model make its weights, for arguments of these shapes."""
+
+        def described(x: Any) -> Any:
+            is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+            return touch_points.batch_like(x.shape, x.dtype) if is_array else x
+
+        given = jax.tree.map(described, (args, kwargs), is_leaf=lambda x: x is None)
+        with ctx.push(ctx.Mode(self._strategy)), compat.evaluating(), _building():
+            self._model(*given[0], **given[1])
+        self._take_variables()
+        variables_are_made()
+
+    @property
+    def _pairs(self) -> list[tuple[Any, Variable]]:
+        if not self.is_built:
+            LaterVariables(lambda: None, self._model).now()
+        assert self._made is not None
+        return self._made
+
+    def _those(self, wanted: Callable[[Any], bool]) -> Any:
+        """Some of the variables, or what will be them."""
+
+        def find() -> list[Variable] | None:
+            return [p for v, p in self._pairs if wanted(v)] if self.is_built else None
+
+        found = find()
+        return LaterVariables(find, self._model) if found is None else found
 
     @property
     def variables(self) -> list[Variable]:
@@ -49,15 +123,24 @@ class LiftedModel:
     @property
     def trainable_variables(self) -> list[Variable]:
         """The variables that optimizers change."""
-        return [p for v, p in self._pairs if v.trainable]
+        return self._those(lambda v: bool(v.trainable))
 
     @property
     def non_trainable_variables(self) -> list[Variable]:
         """The variables that layers change by themselves, such as moving statistics."""
-        return [p for v, p in self._pairs if not v.trainable]
+        return self._those(lambda v: not v.trainable)
+
+    @property
+    def losses(self) -> list[Any]:
+        """What layers have added to the loss in the latest call, and what regularizers give now."""
+        added = list(getattr(self._latest, "losses", ()))
+        with self.scope():
+            found = [*added, *self._model.losses]
+        self._latest.losses = added
+        return found
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> Iterator[Any]:
         """Code inside sees the model with these variables: several calls, or `model.losses`."""
         import keras
 
@@ -65,17 +148,19 @@ class LiftedModel:
         number = None if replica is None else replica.replica_id_in_sync_group
         given = [_seen(v, jnp.asarray(p.value()), number) for v, p in self._pairs]
         keys = [v for v, _ in self._pairs]
-        with keras.StatelessScope(state_mapping=list(zip(keys, given, strict=True))) as inside:
+        mapping = list(zip(keys, given, strict=True))
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as inside:
             before = [inside.get_current_value(v) for v in keys]
-            yield
+            yield inside
             after = [inside.get_current_value(v) for v in keys]
+        self._latest.losses = list(inside.losses)
         for (v, p), old, new in zip(self._pairs, before, after, strict=True):
             if new is not old:
                 p.assign(_kept(v, new, jnp.asarray(p.value())))
 
     def update_model(self) -> Any:
         """Give the values to the Keras model, as before `model.save`, and return it."""
-        for v, p in self._pairs:
+        for v, p in self._pairs if self.is_built else ():
             v.assign(p.numpy())
         return self._model
 
@@ -106,8 +191,9 @@ _CHANGING = ("fit", "load_weights", "set_weights", "train_on_batch")
 def lift(model: Any) -> LiftedModel:
     """Make a Keras model usable on replicas and in `px.function`.
 
-    Call it in the scope, after the model was built. From then on the model itself may be called there,
-    too. Its Keras variables keep their values until `LiftedModel.update_model`.
+    Call it in the scope. From then on the model itself may be called there, too. Its Keras variables
+    keep their values until `LiftedModel.update_model`. A model that is not built gets its weights when
+    it is called for the first time, also inside `px.value_and_grad`.
 
     Args:
         model: a Keras model or layer.
@@ -141,11 +227,6 @@ def lift(model: Any) -> LiftedModel:
         return model
     if not isinstance(model, keras.Layer):
         raise InvalidTypeError(f"lift needs a Keras model or layer. Received: {shown(model)}")
-    if not model.built:
-        raise InvalidValueError(
-            "A model must have its weights before it is lifted: give it a keras.Input, or call "
-            f"model.build(shape). Received: {shown(model)}, which is not built"
-        )
     lifted = LiftedModel(model, strategy_of(model) or ctx.get_strategy())
     object.__setattr__(model, _ATTRIBUTE, lifted)
     return lifted
@@ -156,12 +237,11 @@ def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if not _needs_lifting() or touch_points.in_stateless_scope():
+        if not _needs_lifting() or touch_points.in_stateless_scope() or _state.building:
             return call(self, *args, **kwargs)
         lifted = vars(self).get(_ATTRIBUTE)
         if lifted is not None:
-            with lifted.scope():
-                return call(self, *args, **kwargs)
+            return lifted(*args, **kwargs)
         if self.built and not self.variables:
             return call(self, *args, **kwargs)
         raise ContextError(
@@ -174,12 +254,26 @@ def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
     return __call__
 
 
+def guarded_losses(losses: property) -> property:
+    """The losses of layers, which on replicas must not be those of weights that are constants there."""
+    find = losses.fget
+    assert find is not None
+
+    def guarded_find(self: Any) -> Any:
+        lifted = vars(self).get(_ATTRIBUTE)
+        if lifted is None or not _needs_lifting() or touch_points.in_stateless_scope():
+            return find(self)
+        return lifted.losses
+
+    return property(guarded_find, doc=losses.__doc__)
+
+
 def guarded_assign(assign: Callable[..., Any]) -> Callable[..., Any]:
     """Writes to variables, of which those that would be lost on replicas are refused."""
 
     @functools.wraps(assign)
     def checked(self: Any, value: Any) -> Any:
-        if _needs_lifting() and not touch_points.in_stateless_scope():
+        if _needs_lifting() and not (touch_points.in_stateless_scope() or _state.building):
             raise ContextError(
                 "A metric, an optimizer or another object of Keras has written a variable on a replica "
                 "or in a px.function, where that would be lost. Use px.metrics and px.optimizers, "
@@ -188,6 +282,23 @@ def guarded_assign(assign: Callable[..., Any]) -> Callable[..., Any]:
         return assign(self, value)
 
     return checked
+
+
+class _State(threading.local):
+    building = False
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def _building() -> Iterator[None]:
+    """Code inside makes weights: what layers do there is meant for them."""
+    before, _state.building = _state.building, True
+    try:
+        yield
+    finally:
+        _state.building = before
 
 
 def _needs_lifting() -> bool:

@@ -113,6 +113,11 @@ class ServerStep:
         self._logs: Any = None
         self.input: WorkersInput | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the coordinator was closed, so that its functions and values are of no use."""
+        return self._coordinator is not ClusterCoordinator(self._strategy)
+
     def __call__(self, state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
         """Schedule a step on a worker, with the state that the servers have."""
         if self.input is None:

@@ -122,6 +122,20 @@ def put_layer_call(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
     keras.Layer.__call__ = wrap(keras.Layer.__call__)
 
 
+def put_layer_losses(wrap: Callable[[property], property]) -> None:
+    """Let the losses of layers and models be found by another function."""
+    import keras
+
+    keras.Layer.losses = wrap(keras.Layer.losses)
+
+
+def batch_like(shape: Sequence[int], dtype: Any) -> Any:
+    """What stands for a batch of any size when a model makes its weights."""
+    import keras
+
+    return keras.KerasTensor((None, *shape[1:]) if shape else (), dtype=str(dtype))
+
+
 def put_variable_assign(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Let writes to variables go through another function."""
     import keras
@@ -220,6 +234,17 @@ def hold_state(model: Any, state: dict[str, Any]) -> None:
     model._jax_state = state
 
 
+def hold_taken_state(model: Any, state: dict[str, Any]) -> None:
+    """Hold values that were taken out of the variables as if a step had returned them."""
+    model._jax_state, model._jax_state_synced = state, False
+
+
+def forget_state(model: Any) -> None:
+    """Let what is in the variables be all: Keras would put old values back after an interrupt."""
+    if model._jax_state_synced:
+        model._jax_state = None
+
+
 def first_epoch(model: Any) -> int:
     """The epoch with which `fit` begins, if a callback has read it from a backup."""
     return int(model._initial_epoch or 0)
@@ -269,6 +294,32 @@ def write_events_with(callback: Any, summary: Any) -> None:
     """Let a TensorBoard callback write with another module than TensorFlow's."""
     callback._summary_module = summary
     callback.write_graph = False  # there is no graph of TensorFlow to write
+
+
+def save_values_with(callback: Any, convert: Callable[[Any], Any]) -> None:
+    """Let an OrbaxCheckpoint callback write what a function makes of the value of each variable."""
+    import keras
+
+    write = getattr(type(callback), "_save_checkpoint", None)
+    if write is None:
+        raise UnsupportedError(
+            "This build of Keras has moved parts of OrbaxCheckpoint, which several workers need. "
+            f"Use ModelCheckpoint. Received: Keras {keras.__version__}"
+        )
+
+    def converted(model: Any) -> Callable[..., Any]:
+        def get_state_tree(*args: Any, **kwargs: Any) -> Any:
+            tree = type(model).get_state_tree(model, *args, **kwargs)
+            return keras.tree.map_structure(convert, tree)
+
+        return get_state_tree
+
+    @functools.wraps(write)
+    def save(*args: Any, **kwargs: Any) -> None:
+        with replaced([callback.model], "get_state_tree", converted):
+            write(callback, *args, **kwargs)
+
+    callback._save_checkpoint = save
 
 
 @contextlib.contextmanager

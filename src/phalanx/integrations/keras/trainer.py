@@ -12,7 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from phalanx.integrations.keras import touch_points, workers
-from phalanx.integrations.keras.adapters import PlacedInput, input_for, shuffle_alike
+from phalanx.integrations.keras.adapters import (
+    PlacedInput,
+    input_for,
+    plain_arguments,
+    shuffle_alike,
+)
 from phalanx.integrations.keras.batch_norm import per_replica
 from phalanx.integrations.keras.distribution import (
     ModelDistribution,
@@ -21,6 +26,7 @@ from phalanx.integrations.keras.distribution import (
 )
 from phalanx.integrations.keras.parameter_servers import ServerStep, WorkersInput
 from phalanx.integrations.keras.steps import ModelStep
+from phalanx.runtime.interrupts import uninterrupted
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
 
@@ -71,6 +77,16 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
                 self.predict_function = ModelStep(self, known.devices, "predict_step", step, joins=True)
             return self.predict_function
 
+        def _get_jax_state(self, purge_model_variables: bool = False, **parts: bool) -> Any:
+            if not purge_model_variables or _here(self) is None:
+                return super()._get_jax_state(purge_model_variables=purge_model_variables, **parts)
+            with uninterrupted():
+                # The variables are empty from here on, so an interrupt must find the values elsewhere.
+                state = super()._get_jax_state(purge_model_variables=True, **parts)
+                names = [name for name, is_taken in parts.items() if is_taken]
+                touch_points.hold_taken_state(self, dict(zip(names, state, strict=True)))
+            return state
+
         def jax_state_sync(self) -> None:
             known, held = distribution_of(self), touch_points.held_state(self)
             if known is not None and known.on_servers:
@@ -82,7 +98,10 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
                     for part, values in held.items()
                 }
                 touch_points.hold_state(self, at_rest)
-            super().jax_state_sync()
+            with uninterrupted():
+                super().jax_state_sync()
+                if known is not None:
+                    touch_points.forget_state(self)
 
         @functools.wraps(base.train_on_batch)
         def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,21 +116,24 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
         def fit(self, *args: Any, **kwargs: Any) -> Any:
             known = distribution_of(self)
             if known is None:
-                return super().fit(*args, **kwargs)
+                return super().fit(**plain_arguments(_named(base.fit, self, args, kwargs)))
             if isinstance(known.strategy, ParameterServerStrategy):
                 call = _named(base.fit, self, args, kwargs)
                 x = WorkersInput(known.strategy, call["x"], call["steps_per_epoch"])
-                self.make_train_function()
+                step = self.train_function
+                self.make_train_function(force=step is not None and step.is_over)
                 self.train_function.input = x
                 return super().fit(**(call | {"x": x, "shuffle": False}))
-            return super().fit(**_fit_arguments(known, _named(base.fit, self, args, kwargs)))
+            with _weights_kept(self):
+                return super().fit(**_fit_arguments(known, _named(base.fit, self, args, kwargs)))
 
         @functools.wraps(base.evaluate)
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             known = _here(self)
-            if known is None:
-                return super().evaluate(*args, **kwargs)
             call = _named(base.evaluate, self, args, kwargs)
+            if known is None:
+                call |= call.pop("kwargs", {})
+                return super().evaluate(**plain_arguments(call))
             x, y, weight, size = (call.pop(n) for n in ("x", "y", "sample_weight", "batch_size"))
             call |= call.pop("kwargs", {})
             call["x"] = input_for(known, x, y, weight, size, call["steps"])
@@ -121,9 +143,9 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
         @functools.wraps(base.predict)
         def predict(self, *args: Any, **kwargs: Any) -> Any:
             known = _here(self)
-            if known is None:
-                return super().predict(*args, **kwargs)
             call = _named(base.predict, self, args, kwargs)
+            if known is None:
+                return super().predict(**plain_arguments(call))
             size = call.pop("batch_size")
             x = input_for(known, call["x"], batch_size=size, steps=call["steps"], ordered=True)
             if not touch_points.is_built(self) and isinstance(x, PlacedInput):
@@ -142,7 +164,10 @@ def _here(model: Any) -> ModelDistribution | None:
 
 @contextlib.contextmanager
 def _weights_kept(model: Any) -> Iterator[None]:
-    """Let a model have its weights again if a callback raises: Keras does so in `fit` only."""
+    """Let a model have its weights again if something raises: Keras does so in `fit` only.
+
+    There an interrupt can come before Keras does it.
+    """
     try:
         yield
     except BaseException:

@@ -1,13 +1,16 @@
 """What only one worker does: it prints, and writes files.
 
 Callbacks that do nothing but write are left out on other workers. What a backup holds reaches them from
-the first worker: its values count at the first step, and they begin with its epoch.
+the first worker: its values count at the first step, and they begin with its epoch. Orbax lets
+all workers wait for each other while the first one writes, so its callback is called by all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from phalanx.integrations.keras import touch_points
 from phalanx.integrations.keras.distribution import ModelDistribution
@@ -32,6 +35,10 @@ def callbacks_here(distribution: ModelDistribution, callbacks: Any) -> Any:
     devices = distribution.devices
     if not devices.spans_workers:
         return listed
+    for callback in listed:
+        # Orbax refuses arrays of JAX that only one process has, and lets the first one write NumPy's.
+        if isinstance(callback, getattr(keras.callbacks, "OrbaxCheckpoint", ())):
+            touch_points.save_values_with(callback, np.asarray)
     if not distribution.strategy.extended.should_checkpoint:
         listed = _without_writers(listed)
     return [*listed, _begins_like_the_first(devices)]
