@@ -62,11 +62,12 @@ def interrupted_loop(
 _HANDLERS_RUN_AFTER = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 
 
-def interrupt_at(number: int, call: Callable[[], Any]) -> bool:
+def interrupt_at(number: int, call: Callable[[], Any], within: tuple[str, ...] = ("",)) -> bool:
     """Call something, and interrupt it at the given moment; whether it ended before.
 
     Moments are those at which Python runs handlers: after calls of C functions, at the beginning of
-    functions and at the end of rounds of loops, but not in uninterrupted sections.
+    functions and at the end of rounds of loops, but not in uninterrupted sections. Only those in files
+    count whose names have one of the words of `within`.
     """
     moments = 0
     last: dict[FrameType, str] = {}  # the last step of each function that runs
@@ -76,6 +77,8 @@ def interrupt_at(number: int, call: Callable[[], Any]) -> bool:
         frame.f_trace_opcodes = True  # without lines, Python 3.13 tells no steps either
         if event == "call" and frame.f_back is not None and last.get(frame.f_back) == "CALL":
             last[frame.f_back] = ""  # what was called is no C function, so that nothing runs behind it
+        if not any(word in frame.f_code.co_filename for word in within):
+            return None
         if event == "opcode":
             before, last[frame] = last.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
             held = isinstance(signal.getsignal(signal.SIGALRM), _Delayed)

@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+import phalanx as px
 from phalanx.data.distribute.splitting import fill
 from phalanx.data.ops.batching import Batch
+from phalanx.data.ops.grouping import KeyedWindows, Unique
+from phalanx.data.ops.ignoring import IgnoreErrors
 from phalanx.data.ops.interleaving import Interleave
 from phalanx.data.ops.mapping import Enumerate, Filter, Map
 from phalanx.data.ops.merging import Concatenate, Zip
@@ -41,7 +44,10 @@ def naive(node: PlanNode, run: Run) -> Elements:
         yield from _repeat(node, run)
     elif isinstance(node, Interleave):
         for i, x in enumerate(naive(node.inputs[0], run.in_branch(-1))):
-            yield from naive(node.fn(x)._node, run.in_branch(i))
+            dataset = node.fn(*x) if isinstance(node.inputs[0], KeyedWindows) else node.fn(x)
+            yield from naive(dataset._node, run.in_branch(i))
+    elif isinstance(node, IgnoreErrors):
+        yield from _that_do_not_fail(node.input, naive(node.input.inputs[0], run))
     else:
         yield from _one_input(node, naive(node.inputs[0], run), run)
 
@@ -67,6 +73,10 @@ def _one_input(node: PlanNode, elements: Elements, run: Run) -> Elements:
         yield from (node.fn(x[None])[0] if node.vectorized else node.fn(x) for x in elements)
     elif isinstance(node, Filter):
         yield from (x for x in elements if node.predicate(x))
+    elif isinstance(node, Unique):
+        yield from _unique(elements)
+    elif isinstance(node, KeyedWindows):
+        yield from _windows(node, elements)
     elif isinstance(node, Enumerate):
         yield from enumerate(elements, node.start)
     elif isinstance(node, Prefetch):
@@ -80,6 +90,34 @@ def _one_input(node: PlanNode, elements: Elements, run: Run) -> Elements:
         yield from _batch(rows, list(node.sizes), node.drop_remainder)
     else:
         raise AssertionError(f"no model of {node}")
+
+
+def _unique(elements: Elements) -> Elements:
+    seen: list[Any] = []
+    for x in elements:
+        if not any(np.array_equal(x, y) for y in seen):
+            seen.append(x)
+            yield x
+
+
+def _windows(node: KeyedWindows, elements: Elements) -> Elements:
+    waiting: dict[int, list[Any]] = {}
+    for x in elements:
+        key = int(node.key(x))
+        waiting.setdefault(key, []).append(x)
+        if len(waiting[key]) == node.size_of(key):
+            yield key, px.data.Dataset.from_tensor_slices(waiting.pop(key))
+    for key in sorted(waiting):
+        yield key, px.data.Dataset.from_tensor_slices(waiting[key])
+
+
+def _that_do_not_fail(node: PlanNode, elements: Elements) -> Elements:
+    assert isinstance(node, Map)
+    for x in elements:
+        try:
+            yield node.fn(x[None])[0] if node.vectorized else node.fn(x)
+        except ZeroDivisionError:
+            continue
 
 
 def _batch(rows: Elements, sizes: list[int], drop_remainder: bool) -> Elements:

@@ -42,7 +42,11 @@ grouping = st.one_of(
 calling = st.sampled_from(["map", "vectorized", "parallel", "filter", "flat_map", "prefetch"]).map(
     lambda name: (name, ())
 )
-steps = st.lists(st.one_of(moving, grouping, calling), max_size=6)
+choosing = st.sampled_from(["unique", "windows", "failing", "failing side by side", "failing at once"])
+steps = st.lists(
+    st.one_of(moving, grouping, calling, choosing.map(lambda name: (name, ()))), max_size=6
+)
+MAY_LEAVE_NOTHING = {"filter", "unique", "failing", "failing side by side", "failing at once"}
 limits = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
@@ -61,13 +65,27 @@ def add(dataset: Any, step: Step) -> Any:
         return dataset.flat_map(lambda x: D.from_tensors(x).repeat(2).shuffle(2))
     if name == "prefetch":
         return dataset.prefetch(3)
+    if name == "windows":
+        return dataset.group_by_window(lambda x: int(np.sum(x)) % 2, lambda key, window: window, 2)
+    if name.startswith("failing"):
+        calls = 2 if name.endswith("side by side") else None
+        at_once = name.endswith("at once")
+        return dataset.map(fails_for_some, calls, vectorized=at_once).ignore_errors()
     return getattr(dataset, name)(*args)
+
+
+def fails_for_some(x: Any) -> Any:
+    if np.any(x % 5 == 1):
+        raise ZeroDivisionError
+    return x + 1
 
 
 def build(source: Any, plan: list[Step]) -> Any:
     """A plan of the steps that fit: what is taken apart must be a batch, what is stacked equal."""
     depth, equal = 0, True
-    if ("filter", ()) in plan:  # may leave nothing, and nothing must not be repeated for ever
+    if MAY_LEAVE_NOTHING & {
+        name for name, _ in plan
+    }:  # may leave nothing, and nothing must not be repeated for ever
         plan = [("repeat", (3,)) if step == ("repeat", (None,)) else step for step in plan]
     for step in plan:
         name = step[0]
@@ -177,6 +195,12 @@ def test_an_iterator_can_be_resumed_anywhere(size: int, plan: list[Step], index:
         lambda d: d.batch(4).rebatch([3, 2]).unbatch(),
         lambda d: d.window(3, 2).flat_map(lambda w: w),
         lambda d: d.map(np.arange).padded_batch(3),
+        lambda d: d.map(lambda x: x % 7).unique().repeat(2),
+        lambda d: d.group_by_window(lambda x: x % 3, lambda key, w: w.shuffle(3).batch(2), 3),
+        lambda d: d.map(fails_for_some).ignore_errors().shuffle(4).batch(2),
+        lambda d: d.map(fails_for_some, 2).batch(2).ignore_errors(),
+        lambda d: d.rejection_resample(lambda x: x % 2, [0.2, 0.8]).map(lambda c, x: c + x),
+        lambda d: d.shuffle(5).rejection_resample(lambda x: x % 2, [1, 0], [1, 1]).map(lambda c, x: x),
     ],
 )
 def test_resuming_at_every_position_is_the_same_as_going_on(make: Any) -> None:

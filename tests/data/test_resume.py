@@ -238,8 +238,10 @@ def test_wrong_positions(wrong: Any) -> None:
 def test_a_position_behind_the_end() -> None:
     dataset = with_policy(Dataset.range(4).batch(2), "OFF")
     it = iter(mirrored(2).experimental_distribute_dataset(dataset))
-    it.restore({"epoch": 0, "index": 9, "seed": 0})
+    it.restore({"epoch": 0, "index": 2, "seed": 0})
     assert list(it) == []
-    it.restore({"epoch": 0, "index": 9, "rows": 1, "seed": 0})
+    with pytest.raises(px.errors.InvalidValueError, match="after 9 batches, and this dataset has 2"):
+        it.restore({"epoch": 0, "index": 9, "seed": 0})
+    it.restore({"epoch": 0, "index": 2, "rows": 1, "seed": 0})
     with pytest.raises(px.errors.InvalidArgumentError, match="behind the end"):
         next(it)

@@ -354,6 +354,12 @@ class DistributedIterator(ElementIterator):
         The next iteration of the dataset is then the one after that position's.
         """
         _check_state(state, self._topology, self._dataset._division)
+        count = self._dataset.cardinality if self._dataset._division.is_shared else UNKNOWN
+        if 0 <= count < int(state["index"]):
+            raise InvalidValueError(
+                f"The position is one after {state['index']} batches, and this dataset has {count}: it "
+                f"comes from another dataset, or from smaller batches. Received: {shown(state)}"
+            )
         before = self._iteration
         self._dataset._epochs.go_on_from({"epoch": int(state["epoch"]), "seed": int(state["seed"])})
         self._iteration = _DistributedIteration(self._dataset, state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,13 @@ from phalanx.data.dataset import Dataset
 from phalanx.data.files.formats import Format, as_name
 from phalanx.data.files.streams import check_regular
 from phalanx.data.plan import argument_checks as checks
+from phalanx.data.plan.columns import Chunk
 from phalanx.data.plan.cursors import ChainCursor, Cursor, Run
 from phalanx.data.plan.nodes import UNKNOWN, PlanNode
 from phalanx.data.plan.opening import open_plan
 from phalanx.data.run.round_robin import Opened, RoundRobinCursor
 from phalanx.data.run.thread_pool import threads_for
-from phalanx.errors import InvalidTypeError, NotFoundError
+from phalanx.errors import DataLossError, InvalidTypeError, NotFoundError
 
 _CYCLE = 8
 """How many files AUTOTUNE reads at a time; a fixed number, since the order depends on it."""
@@ -57,12 +58,19 @@ class FileSource(PlanNode):
         """Open files when they are needed."""
         inputs = tuple(open_plan(node, run) for node in self.inputs)
         names = names_from(inputs[0], self.names) if inputs else iter(self.names or ())
+
+        def open_file() -> Cursor | None:
+            name = next(names, None)
+            if name is None or run.on_failure is None:
+                return None if name is None else self.format.open(name)
+            return _UntilDamage(self.format.open(name), run.on_failure)
+
         if self.parallel is None:
-            return _FilesCursor(self.format, names, inputs)
+            return _FilesCursor(open_file, inputs)
 
         def open_next() -> Opened | None:
-            name = next(names, None)
-            return None if name is None else (self.format.open(name), None)
+            cursor = open_file()
+            return None if cursor is None else (cursor, None)
 
         most = self.parallel if inputs else max(1, len(self.names or ()))  # that are ever open
         threads = threads_for(min(self.parallel, most))
@@ -86,12 +94,26 @@ class FileSource(PlanNode):
 
 
 class _FilesCursor(ChainCursor):
-    def __init__(self, format_: Format, names: Iterator[str], inputs: Sequence[Cursor]) -> None:
-        self._format, self._names, self.inputs = format_, names, inputs
+    def __init__(self, open_file: Callable[[], Cursor | None], inputs: Sequence[Cursor]) -> None:
+        self.open_next, self.inputs = open_file, inputs  # type: ignore[method-assign]
 
-    def open_next(self) -> Cursor | None:
-        name = next(self._names, None)
-        return None if name is None else self._format.open(name)
+
+class _UntilDamage(Cursor):
+    """The elements of a file before the first that is damaged; all are read, also to skip them."""
+
+    def __init__(self, input_: Cursor, on_failure: Callable[[Exception], None]) -> None:
+        self.inputs = (input_,)
+        self._on_failure, self._ended = on_failure, False
+
+    def read(self, limit: int) -> Chunk | None:
+        if self._ended:
+            return None
+        try:
+            return self.inputs[0].read(limit)
+        except DataLossError as error:
+            self._ended = True
+            self._on_failure(error)
+            return None
 
 
 def _has_file_source(node: PlanNode) -> bool:

@@ -15,7 +15,7 @@ from phalanx.data.plan.nodes import INFINITE, UNKNOWN, ParallelNode, PlanNode
 from phalanx.data.plan.opening import first_element, open_plan
 from phalanx.data.run.round_robin import Opened, RoundRobinCursor
 from phalanx.data.run.thread_pool import threads_for
-from phalanx.errors import InvalidTypeError
+from phalanx.errors import DatasetFunctionError, InvalidTypeError
 from phalanx.runtime.formatting import shown
 
 MOST_DATASETS = 2**20
@@ -99,11 +99,17 @@ class Interleave(ParallelNode):
         make, numbers = self.maker(), itertools.count()
 
         def open_next() -> Opened | None:
-            chunk = input_.read(1)
-            if chunk is None:
+            while (chunk := input_.read(1)) is not None:
+                number = next(numbers)
+                try:
+                    node = make(chunk.element(0), number)
+                    break
+                except DatasetFunctionError as error:
+                    if run.on_failure is None:
+                        raise
+                    run.on_failure(error)
+            else:
                 return None
-            number = next(numbers)
-            node = make(chunk.element(0), number)
             return open_plan(node, run.in_branch(number)), functools.partial(self.check, node)
 
         return RoundRobinCursor(

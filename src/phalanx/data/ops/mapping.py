@@ -64,25 +64,34 @@ class Map(ParallelNode):
 
         return tree_util.tree_map(widen, spec)
 
-    def apply(self) -> Callable[[Chunk, int], MappedChunk]:
-        """The function over a chunk of elements, of which the first has the given number."""
-        return _Apply(self)
+    def apply(
+        self, on_failure: Callable[[Exception], None] | None = None
+    ) -> Callable[[Chunk, int], MappedChunk]:
+        """The function over a chunk of elements, of which the first has the given number.
+
+        Args:
+            on_failure: what to call with the error of an element that is left out; None if none is.
+        """
+        return _Apply(self, on_failure)
 
     def open(self, run: Run) -> Cursor:
         """Call the function, here or in threads."""
-        input_ = open_plan(self.inputs[0], run)
+        input_, apply = open_plan(self.inputs[0], run), self.apply(run.on_failure)
+        keeps_all = run.on_failure is None
         if self.parallel_calls is None:
-            return _MapCursor(input_, self.apply())
+            return _MapCursor(input_, apply, keeps_all)
         ordered = self.is_ordered(run.deterministic)
         block = None if self.vectorized else 64
-        return ParallelCursor(input_, self.apply(), threads_for(self.parallel_calls), ordered, block)
+        threads = threads_for(self.parallel_calls)
+        return ParallelCursor(input_, apply, threads, ordered, block, keeps_all)
 
 
 class _Apply:
     """Calls a function for the elements of chunks."""
 
-    def __init__(self, node: Map) -> None:
+    def __init__(self, node: Map, on_failure: Callable[[Exception], None] | None) -> None:
         self._node, self._form, self._fn = node, node.form, node.fn
+        self._on_failure = on_failure
         self._call: Callable[[Sequence[Any]], Any] | None = None
 
     def __call__(self, chunk: Chunk, start: int) -> MappedChunk:
@@ -101,7 +110,11 @@ class _Apply:
                 value = call(leaves)
             except Exception as error:  # noqa: BLE001 - raised after what came before
                 failure = function_error("map", f"element {index}", error)
-                break
+                if self._on_failure is None:
+                    break
+                self._on_failure(failure)
+                failure = None
+                continue
             try:
                 done.add(self._form.leaves_of(value, f"element {index}"))
             except Exception as error:  # noqa: BLE001 - raised after what came before
@@ -114,13 +127,36 @@ class _Apply:
         try:
             value = call([_as_argument(column) for column in chunk.columns])
         except Exception as error:  # noqa: BLE001 - raised after what came before
-            return MappedChunk(None, function_error("map", where, error))
+            failure = function_error("map", where, error)
+            if self._on_failure is None:
+                return MappedChunk(None, failure)
+            return self._in_parts(chunk, start, call, failure)
         try:
             leaves = self._form.leaves_of(value, where, chunk.count)
         except Exception as error:  # noqa: BLE001 - raised after what came before
             return MappedChunk(None, error)
         columns = [list(leaf) if isinstance(leaf, Ragged) else leaf for leaf in leaves]
         return MappedChunk(Chunk(columns, chunk.count), None)
+
+    def _in_parts(
+        self,
+        chunk: Chunk,
+        start: int,
+        call: Callable[[Sequence[Any]], Any],
+        failure: Exception,
+    ) -> MappedChunk:
+        """One element at a time, to leave out those that fail, however many are read at once."""
+        assert self._on_failure is not None
+        if chunk.count == 1:
+            self._on_failure(failure)
+            return MappedChunk(None, None)
+        parts = []
+        for i in range(chunk.count):
+            part, wrong = self._whole(chunk.rows(i, i + 1), start + i, call)
+            parts += [] if part is None else [part]
+            if wrong is not None:
+                return MappedChunk(Chunk.concat(parts) if parts else None, wrong)
+        return MappedChunk(Chunk.concat(parts) if parts else None, None)
 
 
 def _as_argument(column: Column) -> Any:
@@ -130,14 +166,16 @@ def _as_argument(column: Column) -> Any:
 
 
 class _MapCursor(Cursor):
-    def __init__(self, input_: Cursor, apply: Callable[[Chunk, int], MappedChunk]) -> None:
+    def __init__(
+        self, input_: Cursor, apply: Callable[[Chunk, int], MappedChunk], keeps_all: bool
+    ) -> None:
         self.inputs = (input_,)
-        self._apply = apply
+        self._apply, self._keeps_all = apply, keeps_all
         self._index = 0
         self._failure: Exception | None = None
 
     def read(self, limit: int) -> Chunk | None:
-        if self._failure is None:
+        while self._failure is None:
             chunk = self.inputs[0].read(limit)
             if chunk is None:
                 return None
@@ -145,10 +183,11 @@ class _MapCursor(Cursor):
             self._index += chunk.count
             if done is not None:
                 return done
-        assert self._failure is not None
         raise self._failure
 
     def skip(self, count: int) -> int:
+        if not self._keeps_all:
+            return super().skip(count)
         skipped = self.inputs[0].skip(count)
         self._index += skipped
         return skipped
@@ -166,13 +205,15 @@ class Filter(SameElements):
 
     def open(self, run: Run) -> Cursor:
         """Ask for each element."""
-        return _FilterCursor(self, open_plan(self.input, run))
+        return _FilterCursor(self, open_plan(self.input, run), run.on_failure)
 
 
 class _FilterCursor(Cursor):
-    def __init__(self, node: Filter, input_: Cursor) -> None:
+    def __init__(
+        self, node: Filter, input_: Cursor, on_failure: Callable[[Exception], None] | None
+    ) -> None:
         self.inputs = (input_,)
-        self._node = node
+        self._node, self._on_failure = node, on_failure
         self._call: Callable[[Sequence[Any]], Any] | None = None
         self._index = 0
         self._failure: Exception | None = None
@@ -197,8 +238,11 @@ class _FilterCursor(Cursor):
                 if truth(self._call(leaves), "filter"):
                     kept.append(i)
             except Exception as error:  # noqa: BLE001 - raised after what came before
-                self._failure = function_error("filter", f"element {self._index + i}", error)
-                break
+                failure = function_error("filter", f"element {self._index + i}", error)
+                if self._on_failure is None:
+                    self._failure = failure
+                    break
+                self._on_failure(failure)
         return kept
 
 

@@ -7,7 +7,7 @@ end.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ class Run:
         branch: which way was taken where a node has several inputs.
         deterministic: whether parallel nodes keep the order unless told otherwise.
         on_row_numbers: whether what is read are row numbers, which cost nothing to read.
+        on_failure: what to call with the error of an element that is left out; None to raise it.
     """
 
     seed: int = 0
@@ -33,6 +34,7 @@ class Run:
     branch: tuple[int, ...] = ()
     deterministic: bool = True
     on_row_numbers: bool = False
+    on_failure: Callable[[Exception], None] | None = None
 
     def in_pass(self, number: int) -> Run:
         """The run of one pass of a `repeat`."""
@@ -44,7 +46,7 @@ class Run:
 
     def first_pass(self) -> Run:
         """The same run as if it were the first: what is cached must not depend on when it was read."""
-        return dataclasses.replace(self, passes=(0,))
+        return dataclasses.replace(self, passes=(0,), on_failure=None)
 
     def generator(self, seed: int | None, depth: int, each_pass: bool = True) -> np.random.Generator:
         """A random generator for one node of the plan.

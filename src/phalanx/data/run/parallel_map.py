@@ -31,6 +31,7 @@ class ParallelCursor(BlockCursor):
         threads: how many calls to make at the same time.
         ordered: whether results keep the order of the input; else the first to be ready comes first.
         largest: how many elements a part has at most; None for as many as are asked for at once.
+        keeps_all: whether there is a result for each element.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class ParallelCursor(BlockCursor):
         threads: int,
         ordered: bool,
         largest: int | None,
+        keeps_all: bool = True,
     ) -> None:
         self.inputs = (input_,)
         self._apply, self._threads = apply, threads
-        self._ordered, self._largest = ordered, largest
+        self._ordered, self._largest, self._keeps_all = ordered, largest, keeps_all
         self._pool: ThreadPool | None = None
         self._tasks: deque[PendingCall[MappedChunk]] = deque()
         self._index = 0
@@ -62,7 +64,8 @@ class ParallelCursor(BlockCursor):
             return self._widest
         return max(1, min(self._largest, self._widest // (4 * self._threads)))
 
-    def _submit(self) -> None:
+    def _submit(self) -> bool:
+        """Have enough calls under way; whether there are any."""
         while not self._ended and len(self._tasks) < 2 * self._threads:
             try:
                 chunk = self.inputs[0].read(self._part())
@@ -71,16 +74,16 @@ class ParallelCursor(BlockCursor):
                 chunk = None
             if chunk is None:
                 self._ended = True
-                return
+                break
             if self._pool is None:
                 self._pool = ThreadPool(self._threads, "px-map")
             self._tasks.append(self._pool.submit(self._apply, chunk, self._index))
             self._index += chunk.count
+        return bool(self._tasks)
 
     def next_block(self, limit: int) -> Chunk | None:
         """The results of the next part."""
-        self._submit()
-        while self._tasks:
+        while self._submit():
             chunk, failure = self._finished()
             if failure is not None:
                 self._ended, self._failure = True, failure
@@ -106,7 +109,7 @@ class ParallelCursor(BlockCursor):
 
     def skip(self, count: int) -> int:
         """Before the first read, the input is skipped and the function is not called."""
-        if self._pool is not None or self._ended:
+        if self._pool is not None or self._ended or not self._keeps_all:
             return super().skip(count)
         skipped = self.inputs[0].skip(count)
         self._index += skipped
