@@ -111,6 +111,14 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 """The class and its arguments; after two steps the learning rate is halved."""
 
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "restarts": (
+        "CosineDecayRestarts",
+        {"initial_learning_rate": 0.1, "first_decay_steps": 2, "m_mul": 0.5, "alpha": 0.1},
+    ),
+    "equal restarts": (
+        "CosineDecayRestarts",
+        {"initial_learning_rate": 0.1, "first_decay_steps": 3, "t_mul": 1.0},
+    ),
     "exponential": (
         "ExponentialDecay",
         {"initial_learning_rate": 0.1, "decay_steps": 4, "decay_rate": 0.5},

@@ -106,7 +106,19 @@ def test_what_is_missing_and_what_is_left(tmp_path: Path) -> None:
     status.assert_existing_objects_matched()
     with pytest.raises(AssertionError, match=r"\['a'\]"):
         status.assert_consumed()
-    assert px.train.Checkpoint(a=a).restore(None).missing == ["a"]
+    with pytest.raises(AssertionError, match="no name in common"):
+        px.train.Checkpoint(c=a).restore(path).assert_nontrivial_match()
+    nothing = px.train.Checkpoint(a=a).restore(None).expect_partial()
+    assert nothing.missing == ["a"]
+    for check in (
+        nothing.assert_consumed,
+        nothing.assert_existing_objects_matched,
+        nothing.assert_nontrivial_match,
+    ):
+        with pytest.raises(AssertionError, match="no checkpoint to restore"):
+            check()
+    with pytest.raises(px.errors.NotFoundError, match=r"px\.train\.latest_checkpoint"):
+        px.train.Checkpoint(a=a).restore(str(tmp_path))
 
 
 def test_nothing_changes_unless_all_fits(tmp_path: Path) -> None:
@@ -239,6 +251,8 @@ def test_values_of_one_save_belong_together(tmp_path: Path) -> None:
 def test_what_cannot_be_saved() -> None:
     with pytest.raises(TypeError, match=r"lr=0\.1"):
         px.train.Checkpoint(lr=0.1)
+    with pytest.raises(TypeError, match=r"optimizer=GradientTransformation"):  # it has no state itself
+        px.train.Checkpoint(optimizer=optax.adam(0.1))
     with pytest.raises(ValueError, match="'save'"):
         px.train.Checkpoint(save=px.Variable(1.0))
     for params in ({"a/b": jnp.ones(1), "a": {"b": jnp.zeros(1)}}, {1: jnp.ones(1), "1": jnp.zeros(1)}):
@@ -290,7 +304,8 @@ def test_old_checkpoints_go_also_after_a_restart(tmp_path: Path) -> None:
     assert names(again.checkpoints) == ["ckpt-3", "ckpt-4"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "ckpt-3", "ckpt-4"]
     assert px.train.latest_checkpoint(str(tmp_path)) == again.latest_checkpoint
-    assert (tmp_path / "checkpoint").read_text().startswith('model_checkpoint_path: "ckpt-4"\n')
+    comment, first, *_ = (tmp_path / "checkpoint").read_text().splitlines()
+    assert (comment[:9], first) == ("# crc32: ", 'model_checkpoint_path: "ckpt-4"')
 
 
 def test_numbers_and_intervals(tmp_path: Path) -> None:
@@ -343,6 +358,10 @@ def test_what_a_manager_needs(tmp_path: Path) -> None:
         px.train.CheckpointManager("x", str(tmp_path), 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_to_keep"):
         px.train.CheckpointManager(checkpoint, str(tmp_path), 0)
+    with pytest.raises(TypeError, match="max_to_keep"):
+        px.train.CheckpointManager(checkpoint, str(tmp_path), "3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"checkpoint_name.*Received: 'a/b'"):
+        px.train.CheckpointManager(checkpoint, str(tmp_path), 1, checkpoint_name="a/b")
     with pytest.raises(ValueError, match="step_counter"):
         px.train.CheckpointManager(checkpoint, str(tmp_path), 1, checkpoint_interval=5)
     called: list[int] = []

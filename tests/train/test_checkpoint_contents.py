@@ -95,6 +95,24 @@ def test_modules_of_equinox_and_flax(tmp_path: Path) -> None:
     assert other.nnx is shared
 
 
+class Noise(nnx.Module):
+    """A module that keeps its nnx.Rngs, which gives a stream of keys for any name, `state` too."""
+
+    def __init__(self, seed: int) -> None:
+        self.rngs = nnx.Rngs(seed)
+
+    def __call__(self) -> jax.Array:
+        return jax.random.normal(self.rngs.noise(), (3,))
+
+
+def test_the_keys_of_flax_go_on_where_they_were(tmp_path: Path) -> None:
+    model, other = Noise(0), Noise(1)
+    model()
+    path = px.train.Checkpoint(model=model).write(str(tmp_path / "x"))
+    px.train.Checkpoint(model=other).restore(path).assert_consumed()
+    np.testing.assert_array_equal(other(), model())
+
+
 def test_a_new_value_of_an_attribute_is_saved(tmp_path: Path) -> None:
     checkpoint = px.train.Checkpoint(params=jnp.zeros(2))
     checkpoint.params = jnp.ones(2)
@@ -231,6 +249,40 @@ def test_an_object_that_refuses_its_state_leaves_variables_as_they_are(tmp_path:
     with pytest.raises(ValueError, match="'other/part' is a number, and a state in the checkpoint"):
         px.train.Checkpoint(a=v, other={"part": 5}).restore(path)
     assert float(v) == 2.0
+
+
+def test_a_position_of_another_dataset_is_named(tmp_path: Path) -> None:
+    strategy = px.MirroredStrategy()
+
+    def positions(rows: int) -> Any:
+        dataset = px.data.Dataset.range(rows).batch(4)
+        return iter(strategy.experimental_distribute_dataset(dataset))
+
+    long, short, equal = positions(40), positions(8), positions(40)
+    for _ in range(10):
+        next(long)
+    path = px.train.Checkpoint(data={"train": long}).save(str(tmp_path / "x"))
+    with pytest.raises(ValueError, match="after 10 batches, and this dataset has 2") as raised:
+        px.train.Checkpoint(data={"train": short}).restore(path)
+    assert raised.value.__notes__ == [f"It is 'data/train' of the checkpoint {path}."]
+    assert next(short) is not None  # it is where it was
+    px.train.Checkpoint(data={"train": equal}).restore(path).assert_consumed()
+    assert next(equal, None) is None
+
+
+def test_a_checkpoint_is_restored_under_a_mesh_of_the_users(tmp_path: Path) -> None:
+    strategy = px.MirroredStrategy()
+    with strategy.scope():
+        v = px.Variable(jnp.arange(4.0))
+    checkpoint = px.train.Checkpoint(v=v, key=jax.random.key(3))
+    path = checkpoint.save(str(tmp_path / "x"))
+    v.assign(jnp.zeros(4))
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",))
+    with jax.set_mesh(mesh), strategy.scope():
+        checkpoint.restore(path).assert_consumed()
+        again = checkpoint.save(str(tmp_path / "y"))
+    assert v.numpy().tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert px.train.load_variable(again, "v").tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_arrays_may_be_donated_while_they_are_saved(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tests.train import elastic_program
 
 import phalanx as px
 from phalanx.core.regions import Flat
+from phalanx.job.elastic import visitor
+from phalanx.job.elastic.door import Door
+from phalanx.job.elastic.membership import ElasticMembership, WorkerLimits
+from phalanx.job.launch.exit_policy import is_lost
 from phalanx.train.checkpoints.contents import Restoring
 from phalanx.train.elastic_training.batch_policy import batch_size_for
 from phalanx.train.elastic_training.carried_state import CarriedState, StateReferences
@@ -151,6 +157,31 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert sorted(seen[:12]) == sorted(seen[12:]) == list(range(12))
 
 
+def test_a_worker_that_does_not_find_its_launcher_again_ends_as_a_lost_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be cut off, and the others go on: another code than that of a program that fails."""
+    monkeypatch.setattr(visitor, "_REFUSALS", 0.2)
+    door = Door(ElasticMembership(WorkerLimits(2, 2)), "secret", None)  # type: ignore[arg-type]
+    with door:
+        door.started(0, "worker 0")
+        for name, value in (("", door.address), ("_NUMBER", "0")):
+            monkeypatch.setenv(f"PHALANX_DOOR{name}", value)
+        monkeypatch.setenv("PHALANX_TOKEN", "secret")
+        closing = threading.Thread(target=_close_when_one_waits, args=(door,))
+        closing.start()
+        with pytest.raises(SystemExit) as ended:
+            px.train.elastic(lambda job: None, batch_size=1)
+        closing.join()
+    assert is_lost(ended.value.code)  # type: ignore[arg-type]
+    assert f"Received: {door.address}, which could not be reached again" in caplog.text
+
+
+def _close_when_one_waits(door: Door) -> None:
+    elastic_program.wait_for(lambda: ("worker 0", "waits at the door") in door.membership.describe())
+    door.__exit__()
+
+
 def test_the_loop_and_the_state_are_given_once() -> None:
     numbers = px.data.Dataset.range(4)
 
@@ -173,12 +204,16 @@ def test_the_loop_and_the_state_are_given_once() -> None:
     def nothing(job: px.train.ElasticContext) -> None:
         job.track()
 
+    def not_built(job: px.train.ElasticContext) -> None:
+        job.track(v=px.Variable(0.0), parts=[px.train.Optimizer(optax.adam(0.1))])
+
     for train, error, said in (
         (no_state, px.errors.ContextError, "`track` before `steps`"),
         (two_states, px.errors.ContextError, "given once"),
         (two_loops, px.errors.ContextError, "one loop"),
         (no_dataset, px.errors.InvalidTypeError, "single examples"),
         (nothing, px.errors.InvalidValueError, "`track` needs"),
+        (not_built, px.errors.InvalidValueError, r"optimizer.build.*Received: parts/0 without"),
     ):
         with pytest.raises(error, match=said):
             px.train.elastic(train, batch_size=2)

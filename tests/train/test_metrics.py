@@ -53,6 +53,60 @@ def test_every_example_counts_once(name: str, compiled: bool) -> None:
     assert float(mean.result()) == 0.0
 
 
+def made_metrics() -> dict[str, list[px.metrics.Metric]]:
+    """Metrics of scores, of decisions between two, and of numbers of classes."""
+    known = px.metrics
+    return {
+        "scores": [known.CategoricalAccuracy(), known.TopKCategoricalAccuracy(k=2)],
+        "sparse": [known.SparseCategoricalAccuracy(), known.SparseTopKCategoricalAccuracy(k=2)],
+        "binary": [known.BinaryAccuracy(), known.AUC(num_thresholds=9), known.Precision()],
+        "classes": [known.ConfusionMatrix(3), known.MeanIoU(3)],
+        "errors": [known.MeanMetricWrapper(px.losses.huber, "huber", delta=2.0)],
+    }
+
+
+def arguments_of(kind: str, labels: Any, scores: Any) -> tuple[Any, Any]:
+    if kind == "sparse":
+        return labels, scores
+    if kind == "classes":
+        return labels, jnp.argmax(scores, -1)
+    if kind == "binary":
+        return labels > 0, scores[:, 0]
+    return jax.nn.one_hot(labels, 3), scores
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.soak), True])
+def test_metrics_of_replicas_are_those_of_one_device(compiled: bool) -> None:
+    strategy, random = STRATEGIES["mirrored_2"](), np.random.default_rng(1)
+    labels = random.integers(0, 3, 11)
+    scores = random.dirichlet(np.ones(3), 11).astype(np.float32)
+    with strategy.scope():
+        metrics = made_metrics()
+    rows = px.data.Dataset.from_tensor_slices((labels, scores)).batch(4)  # the last batch has three
+
+    def replica_step(labels: Any, scores: Any) -> None:
+        for kind, group in metrics.items():
+            for metric in group:
+                metric(*arguments_of(kind, labels, scores))
+
+    def step(batch: Any) -> None:
+        strategy.run(replica_step, args=batch)
+
+    go = px.function(step) if compiled else step
+    for batch in strategy.experimental_distribute_dataset(rows):
+        go(batch)
+    for kind, group in made_metrics().items():
+        for expected, metric in zip(group, metrics[kind], strict=True):
+            expected.update_state(*arguments_of(kind, jnp.asarray(labels), jnp.asarray(scores)))
+            np.testing.assert_allclose(metric.result(), expected.result(), 1e-6, err_msg=metric.name)
+            metric.reset_states()
+            assert not np.any(metric.result())
+    predicted = scores.argmax(1)
+    matrix = np.zeros((3, 3), int)
+    np.add.at(matrix, (labels, predicted), 1)
+    assert px.metrics.confusion_matrix(labels, predicted).tolist() == matrix.tolist()
+
+
 class Above(px.metrics.Metric):
     """A metric as users write them."""
 
@@ -169,3 +223,23 @@ def test_updates_inside_of_gradients_leave_nothing_behind(replicas: int) -> None
         pure = jax.grad(lambda a: mean.update_state(a * x) or (a * x).sum())
         objects, _ = growth(lambda: pure(x), 40)
         assert objects < 20  # one for each step would be 40
+
+
+def test_a_result_does_not_change_afterwards() -> None:
+    class Seen(px.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__("seen")
+            self.count = self.add_weight("count")
+
+        def update_state(self, values: Any) -> None:
+            self.count.assign_add(float(len(values)))
+
+        def result(self) -> Any:
+            return {"count": self.count}
+
+    with px.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        metric = Seen()
+    found = metric([1, 2, 3])
+    metric.reset_states()
+    assert float(found["count"]) == 3.0
+    assert isinstance(found["count"], jax.Array)

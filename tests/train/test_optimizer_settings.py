@@ -31,6 +31,10 @@ def test_the_learning_rate_is_read_and_set(name: str, executor: str) -> None:
         before = optimizer.iterations
     optimizer.learning_rate = 0.25  # before there is a state
     assert optimizer.learning_rate == 0.25
+    optimizer.learning_rate.assign(0.5)
+    assert optimizer.lr.numpy() == np.float32(0.5)
+    assert jnp.multiply(optimizer.learning_rate, jnp.float32(2)).dtype == np.float32
+    optimizer.lr.assign(0.25)
 
     def step() -> Any:
         optimizer.apply_gradients([(jnp.ones(2), w)])
@@ -39,7 +43,7 @@ def test_the_learning_rate_is_read_and_set(name: str, executor: str) -> None:
     run = step_of(strategy, executor, step)
     run()
     assert float(optimizer.lr) == 0.25
-    optimizer.learning_rate = 0.125
+    optimizer.learning_rate.assign(0.125)
     run()
     np.testing.assert_allclose(w.numpy(), 1 - 0.25 - 0.125)
     assert optimizer.iterations is before
@@ -228,3 +232,11 @@ def test_a_schedule_counts_from_the_updates() -> None:
 
     assert [float(step().values[0]) for _ in range(3)] == [1.0, 0.5, pytest.approx(1 / 3)]
     assert jax.tree.leaves(w.numpy())[0] == pytest.approx(1 - 2 * (1 + 0.5 + 1 / 3))
+
+
+def test_names_that_keras_has_for_arguments() -> None:
+    w = px.Variable(2.0)
+    px.optimizers.SGD(0.5).minimize(lambda: w * w, var_list=[w])
+    assert float(w) == 0.0
+    with pytest.raises(TypeError, match=r"SGD does not take 'lr'.*learning_rate.*Received: .*0\.1"):
+        px.optimizers.SGD(lr=0.1)

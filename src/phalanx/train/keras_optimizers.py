@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from phalanx.errors import InvalidValueError
+from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_number
 from phalanx.train.optimizer import Optimizer
@@ -125,6 +125,13 @@ class KerasOptimizer(Optimizer):
         config: dict[str, Any],
         **options: Any,
     ) -> None:
+        known = ["aggregate", "loss_scale", "shard", "communication"]
+        if strange := [what for what in options if what not in known]:
+            raise InvalidTypeError(
+                f"{type(self).__name__} does not take {strange[0]!r}. The rate is learning_rate; "
+                "schedules are in px.optimizers.schedules; averages of weights and other Keras "
+                f"arguments are optax transformations in px.train.Optimizer. Received: {shown(options)}"
+            )
         if not callable(learning_rate):
             learning_rate = check_number(learning_rate, "learning_rate", 0.0, 1e30)
         limits = {"clipvalue": clipvalue, "clipnorm": clipnorm, "global_clipnorm": global_clipnorm}

@@ -62,6 +62,8 @@ class Metric:
         super().__init_subclass__(**kwargs)
         if "update_state" in vars(cls):
             cls.update_state = _counted(cls.update_state)  # type: ignore[method-assign]
+        if "result" in vars(cls):
+            cls.result = _read(cls.result)  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         return f"<px.metrics.{type(self).__name__} {self.name!r}>"
@@ -221,6 +223,21 @@ def _counted(update: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return counted
+
+
+def _read(result: Callable[..., Any]) -> Callable[..., Any]:
+    """`result`, which gives the values of variables: they must not change afterwards."""
+
+    @functools.wraps(result)
+    def read(self: Metric, *args: Any, **kwargs: Any) -> Any:
+        found = result(self, *args, **kwargs)
+        return jax.tree.map(
+            lambda x: x.value() if isinstance(x, Variable) else x,
+            found,
+            is_leaf=lambda x: isinstance(x, Variable),
+        )
+
+    return read
 
 
 def _is_whole(x: Any) -> bool:

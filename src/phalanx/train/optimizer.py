@@ -174,7 +174,7 @@ class Optimizer(CountingOptimizer):
                     self.shard, strategy, listed, self._state, self.communication
                 )
         self._variables = listed
-        self._is_built = True
+        self._finish_building()
 
     def _build_on_servers(self, strategy: ParameterServerStrategy) -> None:
         if self.loss_scale is not None:
@@ -311,15 +311,24 @@ class Optimizer(CountingOptimizer):
 
         meet(context, MergePoint(_described(variables), apply, gradients, {}))
 
-    def minimize(self, loss: Callable[[], Any], variables: Sequence[Variable]) -> Any:
-        """Differentiate `loss` with respect to variables and apply the gradients; returns the loss."""
+    def minimize(
+        self, loss: Callable[[], Any], variables: Sequence[Variable] = (), var_list: Any = ()
+    ) -> Any:
+        """Differentiate `loss` with respect to variables and apply the gradients; returns the loss.
+
+        Args:
+            loss: computes the loss.
+            variables: a list of variables.
+            var_list: the same, as Keras calls it.
+        """
         if not callable(loss):
             raise InvalidTypeError(
                 "minimize needs a function that computes the loss, because a loss that is known "
                 "already cannot be differentiated: optimizer.minimize(lambda: loss_of(x), variables). "
                 f"Received: {shown(loss)}"
             )
-        listed = list(variables)
+        given = variables or var_list
+        listed = [given] if isinstance(given, Variable) else list(given)
         value, gradients = value_and_grad(lambda: self.scale_loss(loss()), listed)()
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         extra: dict[str, Any] = {}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from phalanx.core import context as ctx
 from phalanx.core.options import VariableAggregation
 from phalanx.core.replica_context import MergePoint, meet
 from phalanx.core.strategy import Strategy
+from phalanx.core.variables import transactions
 from phalanx.core.variables.variable import Variable
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime import compat
@@ -21,6 +24,33 @@ from phalanx.train.optimizer_state import find_rate, is_scheduled, no_rate, pres
 from phalanx.train.server_updates import ServerUpdates
 
 __all__ = ["CountingOptimizer"]
+
+
+class NumberToAssign(float):
+    """A learning rate for which there is no variable yet: a number that takes a variable's calls."""
+
+    _owner: CountingOptimizer
+
+    @classmethod
+    def of(cls, rate: Any, owner: CountingOptimizer) -> Any:
+        """The number, unless it is known only when a program runs."""
+        if compat.is_tracer(rate):
+            return rate
+        number = cls(rate)
+        number._owner = owner
+        return number
+
+    def assign(self, value: Any) -> Any:
+        """Set the learning rate; what it is now."""
+        self._owner.learning_rate = value
+        return self._owner.learning_rate
+
+    def numpy(self) -> Any:
+        """The number, as a variable gives it."""
+        return np.float32(self)
+
+    def __reduce__(self) -> Any:
+        return float, (float(self),)
 
 
 class CountingOptimizer:
@@ -33,6 +63,27 @@ class CountingOptimizer:
     _rate: Any = None  # which was set before there was a state
     _servers: ServerUpdates | None = None
     _schedule: Any = None  # what computes the learning rate
+    _then: Callable[[], None] | None = None  # see `when_built`
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there is a state: the first step makes it, or `build`."""
+        return self._is_built
+
+    def when_built(self, then: Callable[[], None]) -> None:
+        """Call a function when there is a state, before it is used. Another one takes its place."""
+        self._then = then
+
+    def _finish_building(self) -> None:
+        """There is a state."""
+        self._is_built = True
+        if self._then is not None:
+            try:
+                transactions.at_once(self._then)
+            except BaseException:
+                self._is_built = False  # so that the next step fails as well
+                raise
+            self._then = None
 
     @property
     def iterations(self) -> Variable:
@@ -66,11 +117,12 @@ class CountingOptimizer:
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate: a variable once there is a state, and a number before that.
+        """The learning rate: a variable once there is a state, and before that a number with `assign`.
 
-        Assign to it to change it, also between the steps of a compiled function. The transformation
-        must have it in its state: that of `px.optimizers`, or of `optax.inject_hyperparams`. Parameter
-        servers have it for the updates that come to them later; set it in the coordinator's program.
+        Assign to it, or call its ``assign``, to change it, also between the steps of a compiled
+        function. The transformation must have it in its state: that of `px.optimizers`, or of
+        `optax.inject_hyperparams`. Parameter servers have it for the updates that come to them later;
+        set it in the coordinator's program.
         """
         if self._is_built and self._servers is None:
             rate = find_rate(self._state)
@@ -78,7 +130,7 @@ class CountingOptimizer:
             rate = find_rate(self.transform.init([])) if self._rate is None else self._rate
         if rate is None:
             raise no_rate(self.transform)
-        return rate
+        return rate if isinstance(rate, Variable) else NumberToAssign.of(rate, self)
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:

@@ -16,6 +16,7 @@ from phalanx.runtime.formatting import shown
 
 __all__ = [
     "CosineDecay",
+    "CosineDecayRestarts",
     "ExponentialDecay",
     "InverseTimeDecay",
     "LearningRateSchedule",
@@ -197,3 +198,39 @@ class CosineDecay(LearningRateSchedule):
         cosine = 0.5 * (1.0 + jnp.cos(jnp.pi * share))
         alpha = self._config["alpha"]
         return start * ((1.0 - alpha) * cosine + alpha)
+
+
+class CosineDecayRestarts(LearningRateSchedule):
+    """Half periods of a cosine, each `t_mul` times as long as the last, and `m_mul` times as high."""
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        first_decay_steps: int,
+        t_mul: float = 2.0,
+        m_mul: float = 1.0,
+        alpha: float = 0.0,
+        name: str = "SGDRDecay",
+    ) -> None:
+        super().__init__(
+            initial_learning_rate=initial_learning_rate,
+            first_decay_steps=first_decay_steps,
+            t_mul=t_mul,
+            m_mul=m_mul,
+            alpha=alpha,
+            name=name,
+        )
+
+    def __call__(self, step: Any) -> jax.Array:
+        """The learning rate of a step."""
+        c = self._config
+        share, growth = jnp.asarray(step, jnp.float32) / c["first_decay_steps"], c["t_mul"]
+        if growth == 1.0:
+            restarts = jnp.floor(share)
+            share = share - restarts
+        else:
+            restarts = jnp.floor(jnp.log(1.0 - share * (1.0 - growth)) / jnp.log(growth))
+            before = (1.0 - growth**restarts) / (1.0 - growth)
+            share = (share - before) / growth**restarts
+        cosine = 0.5 * c["m_mul"] ** restarts * (1.0 + jnp.cos(jnp.pi * share))
+        return jnp.asarray(c["initial_learning_rate"] * ((1.0 - c["alpha"]) * cosine + c["alpha"]))

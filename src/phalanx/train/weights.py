@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections import Counter
@@ -25,11 +26,13 @@ from phalanx.errors import (
 )
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import array_text, shown
+from phalanx.train.checkpoints.files import checksum_of
 from phalanx.train.checkpoints.state import path_of
 from phalanx.train.checkpoints.trackables import found, replaced
 
 __all__ = ["export_weights", "load_weights"]
 
+_CHECKSUMS = "phalanx.crc32"  # in the metadata of a file: the format has none itself
 _OBJECT = "object"  # stands for the name of the only object, which has none
 
 
@@ -72,7 +75,9 @@ def export_weights(path: str, objects: Any, metadata: Mapping[str, str] | None =
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
-            numpy_files.save_file(arrays, str(fresh), metadata={"format": "np", **(metadata or {})})
+            checksums = {name: checksum_of(array) for name, array in arrays.items()}
+            about = {"format": "np", **(metadata or {}), _CHECKSUMS: json.dumps(checksums)}
+            numpy_files.save_file(arrays, str(fresh), metadata=about)
             with open(fresh, "rb+") as file:
                 os.fsync(file.fileno())
             fresh.replace(target)
@@ -84,7 +89,8 @@ def export_weights(path: str, objects: Any, metadata: Mapping[str, str] | None =
 def load_weights(path: str, objects: Any, strict: bool = True) -> Any:
     """Give the variables and arrays of an object the values of a file of safetensors.
 
-    Nothing changes unless all values fit. Needs ``phalanx[safetensors]``.
+    Nothing changes unless all values fit and are whole: what `export_weights` writes has checksums,
+    files of other programs have none. Needs ``phalanx[safetensors]``.
 
     Args:
         path: of the file.
@@ -99,10 +105,16 @@ def load_weights(path: str, objects: Any, strict: bool = True) -> Any:
         raise NotFoundError(f"There is no such file. Received: {shown(str(path))}")
     try:
         arrays = numpy_files.load_file(str(Path(path)))
+        damaged = _damaged(str(Path(path)), arrays)
     except Exception as error:
         raise DataLossError(
             f"The file cannot be read as safetensors: {error!s:.300}. Received: {shown(str(path))}"
         ) from error
+    if damaged:
+        raise DataLossError(
+            f"The array {damaged[0]!r} of a file is damaged: its checksum does not fit. "
+            f"Received: {shown(str(path))}"
+        )
     things = _weights(objects)
     names = {_dotted(name): name for name in things}
     missing, unused = sorted(set(names) - set(arrays)), sorted(set(arrays) - set(names))
@@ -139,6 +151,15 @@ def _safetensors() -> Any:
             f"Received: {error}"
         ) from error
     return numpy_files
+
+
+def _damaged(path: str, arrays: Mapping[str, Any]) -> list[str]:
+    """The arrays of a file whose checksums do not fit; files of other programs have none."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        checksums = json.loads((file.metadata() or {}).get(_CHECKSUMS, "{}"))
+    return [name for name in arrays if checksums and checksum_of(arrays[name]) != checksums.get(name)]
 
 
 def _weights(objects: Any) -> dict[str, Any]:

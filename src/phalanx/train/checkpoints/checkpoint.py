@@ -23,7 +23,8 @@ from phalanx.train.checkpoints.progress import ProgressLine
 from phalanx.train.checkpoints.saving import Order, Saver
 from phalanx.train.checkpoints.state import DirectoryState, path_of, update_state
 from phalanx.train.checkpoints.status import CheckpointStatus
-from phalanx.train.checkpoints.trackables import found, replaced
+from phalanx.train.checkpoints.trackables import found, replaced, without_state
+from phalanx.train.checkpoints.waiting import WaitingValues, waiting_values
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -79,6 +80,7 @@ class Checkpoint:
         self._root, self._names = root, list(objects)
         self._counter: Variable | None = None
         self._saver = Saver()
+        self._waiting: list[WaitingValues] = []
         for name, thing in objects.items():
             setattr(self, name, thing)
         self._found()  # what cannot be saved is an error now
@@ -150,6 +152,8 @@ class Checkpoint:
         contents = transactions.between_steps(
             variables, lambda: contents_of(things, rank, positions, later=chosen.is_async)
         )
+        for each in self._waiting:
+            contents.arrays |= each.sources()
         laboratory.reach("save", path=str(path.absolute()))
         number = "" if connection is None else self._saver.next_number()
         self._saver.save(Order(path, contents, chosen, connection, number, written, followed))
@@ -168,7 +172,8 @@ class Checkpoint:
         """Give the objects the values of a checkpoint.
 
         Nothing changes unless all values are whole and fit, on all workers. Objects that the checkpoint
-        does not have stay as they are; the result tells of them.
+        does not have stay as they are; the result tells of them. An optimizer or a lifted Keras
+        model that has no variables yet gets its values when it makes them.
 
         Args:
             save_path: what `save` returned; None, as `px.train.latest_checkpoint` returns it, changes
@@ -186,7 +191,8 @@ class Checkpoint:
         try:
             saved = open_checkpoint(path)
             restoring = Restoring(saved, things, 0 if connection is None else connection.rank)
-            restoring.read()
+            restoring.read(line.add_of)
+            waiting = waiting_values(saved, restoring.unused, without_state(self._objects()))
         except PhalanxError as error:
             if connection is not None:
                 connection.member.exchange("restore", {"error": f"{error!s:.500}"})
@@ -197,11 +203,14 @@ class Checkpoint:
         others = restoring.give()
         if others:
             self.replace_values(others)
+        self._waiting = waiting or [x for x in self._waiting if not x.is_given]
+        for each in waiting:
+            each.wait()
         line.done()
         laboratory.note("restored", path=str(path.absolute()), digest=saved.digest)
         missing = [name for name in restoring.missing if name != _COUNTER]
-        count = len(things) - len(restoring.missing)
-        return CheckpointStatus(str(save_path), missing, restoring.unused, count)
+        count = len(things) - len({*restoring.missing, _COUNTER})
+        return CheckpointStatus(str(save_path), missing, restoring.unused, count, waiting)
 
     def read(self, save_path: str, options: Any = None) -> CheckpointStatus:
         """As `restore`, for what `write` has written."""

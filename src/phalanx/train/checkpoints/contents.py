@@ -225,8 +225,11 @@ class Restoring:
         """The bytes that were read."""
         return sum(x.nbytes for regions in self._read.values() for x in regions.values())
 
-    def read(self) -> None:
-        """Read and check everything; no thing changes."""
+    def read(self, progress: Callable[[int, int], None] = lambda *_: None) -> None:
+        """Read and check everything; no thing changes.
+
+        `progress` is told how many bytes were read now, and how many there are in all.
+        """
         problems = [
             text for name, thing in self._things.items() if (text := self._problem(name, thing))
         ]
@@ -236,9 +239,17 @@ class Restoring:
                 f"The checkpoint does not fit the objects: {'; '.join(problems[:10])}{more}. "
                 f"Received: {shown(str(self._saved.path))}"
             )
+        entries = self._saved.entries
+        sizes = {
+            name: sum(region.size for region in _regions(thing, entries[name]))
+            * jnp.dtype(entries[name].dtype).itemsize
+            for name, thing in self._things.items()
+            if name not in self._saved.values
+        }
         for name, thing in self._things.items():
-            if name not in self._saved.values:
+            if name in sizes:
                 self._read_array(name, thing)
+                progress(sizes[name], sum(sizes.values()))
             else:
                 self._values[name] = self._decoded(self._mine(name))
 
@@ -294,7 +305,11 @@ class Restoring:
         others: dict[str, Any] = {}
         for name, thing in self._things.items():
             if is_stateful(thing):  # first, because it may refuse what it gets
-                thing.restore(self._values.pop(name))
+                try:
+                    thing.restore(self._values.pop(name))
+                except Exception as error:
+                    error.add_note(f"It is {name!r} of the checkpoint {self._saved.path}.")
+                    raise
         for name, thing in self._things.items():
             if isinstance(thing, Variable):
                 self._give_variable(name, thing)

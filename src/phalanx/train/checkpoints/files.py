@@ -28,7 +28,7 @@ from phalanx.core.variables.variable_parts import Part
 from phalanx.errors import DataLossError, NotFoundError
 from phalanx.runtime import laboratory
 from phalanx.runtime.file_names import exchange_names
-from phalanx.runtime.formatting import shown
+from phalanx.runtime.formatting import array_text, shown
 from phalanx.runtime.processes import is_alive
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "ArraySource",
     "Saved",
     "begin",
+    "checksum_of",
     "commit",
     "is_checkpoint",
     "put_in_place",
@@ -300,6 +301,13 @@ def _put_in_place(partial: Path, path: Path) -> None:
     flush_folder(path.parent)
 
 
+def checksum_of(array: Array) -> int:
+    """Of an array as a whole: its elements, its dtype and its shape."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    about = array_text(flat.dtype.name, array.shape)
+    return zlib.crc32(flat.view(np.uint8).data, zlib.crc32(about.encode()))
+
+
 # -- the directory ---------------------------------------------------------------------------------
 
 
@@ -354,7 +362,9 @@ class Saved:
             """Small values by name: {"same": …}, or {"workers": […]} with one for each worker."""
         except OSError as error:
             raise NotFoundError(
-                f"There is no checkpoint: {error.strerror}. Received: {shown(str(path))}"
+                f"There is no checkpoint: {error.strerror}. Give what `save` has returned, or what "
+                "px.train.latest_checkpoint says of a directory. "
+                f"Received: {shown(str(path))}"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise DataLossError(

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from phalanx.core.variables.variable import Variable
@@ -15,6 +16,7 @@ from phalanx.errors import DataLossError, InvalidTypeError, InvalidValueError, N
 from phalanx.runtime import laboratory
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import Bell
+from phalanx.runtime.numbers import check_integer
 from phalanx.train.checkpoints.checkpoint import Checkpoint
 from phalanx.train.checkpoints.files import is_checkpoint, remove, remove_leftovers
 from phalanx.train.checkpoints.retention import Kept, Retention
@@ -83,9 +85,12 @@ class CheckpointManager:
             raise InvalidTypeError(
                 f"`checkpoint` must be a px.train.Checkpoint. Received: {shown(checkpoint)}"
             )
-        if max_to_keep is not None and not max_to_keep > 0:
+        if max_to_keep is not None:
+            check_integer(max_to_keep, "max_to_keep", 1)
+        if not checkpoint_name or Path(checkpoint_name).name != checkpoint_name:
             raise InvalidValueError(
-                f"`max_to_keep` must be a positive number or None. Received: {shown(max_to_keep)}"
+                "`checkpoint_name` is the beginning of a name in `directory`, without slashes. "
+                f"Received: {shown(checkpoint_name)}"
             )
         if checkpoint_interval is not None and step_counter is None:
             raise InvalidValueError(
@@ -223,13 +228,19 @@ class CheckpointManager:
         while current:
             path = str(self._folder / current.pop()[0])
             try:
-                self._checkpoint.restore(path)
+                status = self._checkpoint.restore(path)
             except (DataLossError, NotFoundError) as error:
                 if not current:
                     raise
                 _log.warning("%s is not restored, but the checkpoint before it: %s", path, error)
                 continue
             self._last_step = None if self._counter is None else int(self._counter)
+            for what, names in (
+                ("no values for", status.missing),
+                ("values that no object takes:", status.lost),
+            ):
+                if names:
+                    _log.warning("%s was restored, but it has %s %s.", path, what, ", ".join(names))
             return path
         if self._init_fn is not None:
             self._init_fn()

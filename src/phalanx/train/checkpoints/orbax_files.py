@@ -1,16 +1,19 @@
 """Checkpoints in the format of Orbax, which other tools of JAX read. Needs ``phalanx[orbax]``.
 
 Arrays are in the item ``default``, a nest of dicts by the parts of their names; small values are in the
-item ``values``, as JSON. Checkpoints that other programs wrote with Orbax are read too.
+item ``values``, as JSON, with the checksums of all arrays and of itself: Orbax does not notice a bit of
+an array that has flipped. Checkpoints that other programs wrote with Orbax are read too.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from phalanx.train.checkpoints.files import (
     ArrayEntry,
     ArraySource,
     Saved,
+    checksum_of,
     flush_folder,
     put_in_place,
 )
@@ -41,6 +45,7 @@ __all__ = ["SavedByOrbax", "write", "write_elsewhere"]
 
 Array = np.ndarray[Any, Any]
 _ARRAYS, _VALUES = "default", "values"
+_CHECKSUM, _CHECKSUMS = "checksum", "checksums"
 
 
 def _orbax() -> Any:
@@ -83,10 +88,13 @@ def write(partial: Path, path: Path, contents: Contents) -> None:
     """
     orbax = _orbax()
     tree: dict[str, Any] = {}
-    for name, source in contents.arrays.items():
-        _insert(tree, name, _whole(source))
+    arrays = {name: _whole(source) for name, source in contents.arrays.items()}
+    checksums = {name: checksum_of(array) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        _insert(tree, name, array)
     keys = {name: source.key for name, source in contents.arrays.items() if source.key}
-    about = {"values": {name: {"same": value} for name, value in contents.values.items()}, "keys": keys}
+    values = {name: {"same": value} for name, value in contents.values.items()}
+    about = _signed({"values": values, "keys": keys, _CHECKSUMS: checksums})
     target = (partial / "orbax").absolute()
     arguments = {_ARRAYS: orbax.args.PyTreeSave(tree), _VALUES: orbax.args.JsonSave(about)}
     with _handler(orbax) as writer:
@@ -138,6 +146,12 @@ def _whole(source: ArraySource) -> Array:
     return flat.reshape(source.shape)
 
 
+def _signed(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said beside arrays, with its checksum."""
+    rest = {name: value for name, value in about.items() if name != _CHECKSUM}
+    return {**rest, _CHECKSUM: zlib.crc32(json.dumps(rest, sort_keys=True).encode())}
+
+
 def _insert(tree: dict[str, Any], name: str, value: Array) -> None:
     *way, last = name.split("/")
     place: Any = tree
@@ -167,10 +181,21 @@ class SavedByOrbax(Saved):
             raise DataLossError(
                 f"Orbax cannot read a checkpoint: {error!s:.500}. Received: {shown(str(path))}"
             ) from error
+        if about != _signed(about):
+            raise DataLossError(
+                "The item 'values' of a checkpoint is damaged: its checksum does not fit. "
+                f"Received: {shown(str(path))}"
+            )
         pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
         self._arrays = {
             jax.tree_util.keystr(way, simple=True, separator="/"): np.asarray(x) for way, x in pairs
         }
+        self._checksums = {name: checksum_of(x) for name, x in self._arrays.items()}
+        wanted = about.get(_CHECKSUMS, self._checksums)  # others write none
+        names = set(self._checksums)
+        self._wrong = {name for name in names if self._checksums[name] != wanted.get(name)}
+        if missing := sorted(set(wanted) - names):
+            raise self._damaged(missing[0], "it is missing")
         keys = about.get("keys", {})
         self.entries = {
             name: ArrayEntry(tuple(x.shape), jnp.dtype(x.dtype).name, key=keys.get(name))
@@ -180,11 +205,13 @@ class SavedByOrbax(Saved):
 
     @property
     def digest(self) -> int:
-        """A number that tells this checkpoint from others: here only what arrays it has."""
-        return len(str(sorted(self.entries.items())))
+        """A number that tells this checkpoint from others."""
+        found = [sorted(self._checksums.items()), self.values]
+        return zlib.crc32(json.dumps(found, sort_keys=True).encode())
 
     def read(self, name: str, region: Region | None = None) -> Array:
         """An array or a region of it; a whole array in its shape."""
+        self.verify(name)
         array = np.ascontiguousarray(self._arrays[name]).reshape(self.entries[name].shape)
         if region is None:
             return array
@@ -192,7 +219,9 @@ class SavedByOrbax(Saved):
         return assemble(array.shape, array.dtype, region, [(whole(array.shape), lambda: flat)])
 
     def verify(self, name: str) -> None:
-        """Nothing: Orbax has read everything."""
+        """Check an array, which Orbax has read."""
+        if name in self._wrong:
+            raise self._damaged(name, "its checksum does not fit")
 
 
 def _read(orbax: Any, path: Path) -> tuple[Any, Mapping[str, Any]]:
@@ -206,7 +235,8 @@ def _read(orbax: Any, path: Path) -> tuple[Any, Mapping[str, Any]]:
         as_numpy = jax.tree.map(lambda _: orbax.RestoreArgs(restore_type=np.ndarray), shapes)
         tree = reader.restore(where, args=orbax.args.PyTreeRestore(restore_args=as_numpy))
     if not (path / _VALUES).is_dir():
-        return tree, {}
+        return tree, _signed({})
     with orbax.Checkpointer(orbax.JsonCheckpointHandler()) as reader:
         about: Mapping[str, Any] = reader.restore(path / _VALUES, args=orbax.args.JsonRestore())
-    return tree, about
+    is_ours = not {"values", "keys", _CHECKSUMS, _CHECKSUM}.isdisjoint(about)
+    return tree, about if is_ours else _signed({})

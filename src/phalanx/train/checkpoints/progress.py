@@ -62,6 +62,11 @@ class ProgressLine:
             self._stream.write(f"\r{self._what}: {share:.0%}, {of} ({rate}/s) ")
             self._stream.flush()
 
+    def add_of(self, size: int, total: int) -> None:
+        """So many more bytes are done, of so many."""
+        self.total = total
+        self.add(size)
+
     def done(self) -> str:
         """All is done; returns the line for the log."""
         seconds = self._clock() - self._begun

@@ -28,6 +28,7 @@ from phalanx.train.checkpoints import files, orbax_files
 from phalanx.train.checkpoints.contents import Contents
 from phalanx.train.checkpoints.options import CheckpointOptions
 from phalanx.train.checkpoints.progress import ProgressLine
+from phalanx.train.checkpoints.together import Pulse, hear_from_writers
 
 __all__ = ["Order", "Saver"]
 
@@ -131,14 +132,26 @@ def _write_alone(order: Order) -> None:
         raise
 
 
-def _write_and_commit(order: Order, partial: Path, gather: Callable[[Any], list[Any]]) -> None:
+def _write_and_commit(
+    order: Order,
+    partial: Path,
+    gather: Callable[[Any], list[Any]],
+    beat: Callable[[], None] = lambda: None,
+) -> None:
     line = ProgressLine(f"Saving {order.path.name}", order.contents.size)
+
+    def progress(count: int) -> None:
+        line.add(count)
+        beat()
+
     contents, is_orbax = order.contents, order.options.format == "orbax"
     if is_orbax and order.connection is None:
         orbax_files.write(partial, order.path, contents)
     else:
-        own = files.write_part(partial, 0, contents.arrays, contents.values, line.add)
+        own = files.write_part(partial, 0, contents.arrays, contents.values, progress)
+        beat()
         parts = gather(own)
+        beat()
         if is_orbax:
             files.write_index(partial, parts)
             orbax_files.write_elsewhere(partial, order.path, worker_deadline())
@@ -167,7 +180,7 @@ def _lead(order: Order, connection: JobConnection) -> None:
                 else [own]
             )
 
-        _write_and_commit(order, partial, gather)
+        _write_and_commit(order, partial, gather, Pulse(member, number).beat)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(PhalanxError):  # the job has failed
@@ -179,11 +192,12 @@ def _lead(order: Order, connection: JobConnection) -> None:
 def _parts_of_others(order: Order, connection: JobConnection, partial: Path) -> list[Any]:
     others = range(1, connection.size)
     seconds = worker_deadline()
-    told = connection.member.hear(f"part {order.number}", others, seconds)
+    told = hear_from_writers(connection.member, f"part {order.number}", others, order.number, seconds)
     if missing := [connection.roster[rank]["worker"] for rank in others if rank not in told]:
         raise DeadlineExceededError(
-            f"{', '.join(missing)} did not write parts of a checkpoint within {seconds:g} seconds "
-            "(PHALANX_DEADLINE). All workers must save, because each has parts that no other has. "
+            f"{', '.join(missing)} did not write parts of a checkpoint, nor anything of them for "
+            f"{seconds:g} seconds (PHALANX_DEADLINE). All workers must save, because each has parts "
+            "that no other has. "
             f"Received: {shown(str(order.path))}"
         )
     for rank in others:
@@ -217,16 +231,17 @@ def _follow(order: Order, connection: JobConnection) -> None:
         try:
             partial = Path(begun["partial"])
             own = order.contents.own
-            files.write_part(partial, rank, own.arrays, own.values)
+            pulse = Pulse(member, number)
+            files.write_part(partial, rank, own.arrays, own.values, lambda _: pulse.beat())
         except BaseException as error:
             member.tell(f"part {number}", {"error": _told(error)})
             raise
         member.tell(f"part {number}", {})
-    done = member.hear(f"saved {number}", [0], seconds).get(0)
+    done = hear_from_writers(member, f"saved {number}", [0], number, seconds).get(0)
     if done is None:
         raise DeadlineExceededError(
-            f"{connection.roster[0]['worker']} did not finish a checkpoint within {seconds:g} seconds "
-            f"(PHALANX_DEADLINE). Received: {shown(str(order.path))}"
+            f"{connection.roster[0]['worker']} did not finish a checkpoint, and wrote nothing of it "
+            f"for {seconds:g} seconds (PHALANX_DEADLINE). Received: {shown(str(order.path))}"
         )
     if "error" in done:
         raise AbortedError(f"The first worker did not save the checkpoint: it {done['error']}")

@@ -1,13 +1,16 @@
 """The file ``checkpoint`` of a directory: which checkpoints count, and which is the latest.
 
-It is TensorFlow's, in the text format of protocol buffers.
+It is TensorFlow's, in the text format of protocol buffers, with a checksum in a comment. If it is
+damaged, the complete checkpoints in the directory count.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,10 @@ from phalanx.train.checkpoints.files import is_checkpoint
 
 __all__ = ["DirectoryState", "latest_checkpoint", "path_of", "read_state", "update_state"]
 
+_log = logging.getLogger("phalanx")
+
 _STATE = "checkpoint"
+_CHECKSUM = re.compile(r"# crc32: (\d+)\n")
 _LINE = re.compile(r'^(\w+): (?:"(.*)"|([-+.\deE]+))$', re.MULTILINE)
 
 
@@ -41,13 +47,30 @@ class DirectoryState:
 def read_state(folder: Path, name: str = _STATE) -> DirectoryState:
     """What the file of a directory says; nothing if there is none."""
     try:
-        lines = _LINE.findall((folder / name).read_text())
+        data = (folder / name).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return DirectoryState()
+    try:
+        return _parsed(data.decode())
+    except ValueError as error:
+        _log.warning(
+            "The file %s is damaged: %s. The checkpoints that are in its directory count.",
+            folder / name,
+            error,
+        )
+        return _listed(folder)
+
+
+def _parsed(text: str) -> DirectoryState:
+    checksum = _CHECKSUM.match(text)
+    if checksum and int(checksum[1]) != zlib.crc32(text[checksum.end() :].encode()):
+        raise ValueError("its checksum does not fit")
     found: dict[str, list[str]] = {}
-    for key, text, number in lines:
-        found.setdefault(key, []).append(text or number)
+    for key, path, number in _LINE.findall(text):
+        found.setdefault(key, []).append(path or number)
     latest = found.get("model_checkpoint_path", [])[:1]
+    if not latest:
+        raise ValueError("it does not say which checkpoint is the latest")
     others = [path for path in found.get("all_model_checkpoint_paths", []) if path not in latest]
     times = tuple(map(float, found.get("all_model_checkpoint_timestamps", [])))
     names = (*others, *latest)
@@ -57,6 +80,17 @@ def read_state(folder: Path, name: str = _STATE) -> DirectoryState:
     )
 
 
+def _listed(folder: Path) -> DirectoryState:
+    """The complete checkpoints of a directory, the newest last."""
+    found = []
+    for path in folder.iterdir():
+        if not path.name.startswith(".") and is_checkpoint(path):
+            found.append((path.stat().st_mtime, path.name))
+    found.sort()
+    # None is known to stay for good, so those that do are chosen again, from the oldest.
+    return DirectoryState(tuple(name for _, name in found), tuple(time for time, _ in found), 0.0)
+
+
 def update_state(folder: Path, state: DirectoryState) -> None:
     """Say which checkpoints of a directory count, in one step."""
     lines = [f'model_checkpoint_path: "{state.names[-1]}"'] if state.names else []
@@ -64,9 +98,10 @@ def update_state(folder: Path, state: DirectoryState) -> None:
     lines += [f"all_model_checkpoint_timestamps: {time!r}" for time in state.times]
     if state.preserved_until is not None:
         lines.append(f"last_preserved_timestamp: {state.preserved_until!r}")
+    text = "\n".join([*lines, ""])
     fresh = folder / f".{_STATE}.{secrets.token_hex(4)}"
     with open(fresh, "w") as file:
-        file.write("\n".join([*lines, ""]))
+        file.write(f"# crc32: {zlib.crc32(text.encode())}\n{text}")
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(folder / _STATE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -16,19 +17,16 @@ from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["found", "is_stateful", "replaced"]
+__all__ = ["found", "is_stateful", "replaced", "without_state"]
 
 _NUMBERS = (bool, int, float)
-_OPAQUE = (
-    str,
-    bytes,
-    type,
-    types.ModuleType,
+_FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
     types.MethodType,
     functools.partial,
 )
+_OPAQUE = (str, bytes, type, types.ModuleType, *_FUNCTIONS)
 _FOREIGN = ("phalanx", "jax", "jaxlib", "numpy", "threading", "logging", "concurrent", "asyncio")
 """Packages whose objects are not looked into: they hold no state of a program."""
 
@@ -42,16 +40,21 @@ def is_stateful(x: Any) -> bool:
     """Whether something says itself what its state is, by `state` and `restore`."""
     if isinstance(x, Variable | type):
         return False
-    return callable(getattr(x, "state", None)) and callable(getattr(x, "restore", None))
+    return _has(x, "state") and _has(x, "restore")
+
+
+def _has(x: Any, name: str) -> bool:
+    """Whether something has a method; not if it makes up whatever it is asked for, as nnx.Rngs does."""
+    return callable(inspect.getattr_static(x, name, None))
 
 
 def found(objects: Mapping[str, Any]) -> dict[str, Any]:
     """The variables, arrays, numbers and stateful objects in objects, by the names that lead to them.
 
     Dicts, lists, tuples and registered pytrees are gone through; objects with ``variables``
-    (optimizers, metrics) by these; and other objects by their attributes. A variable or an object that
-    is there twice counts under its first name. Numbers count in pytrees that were given, not in
-    attributes of objects, where they say how a model is built.
+    (optimizers, metrics, Keras models) by these; other objects by their attributes. A variable or an
+    object that is there twice counts under its first name. Numbers count in pytrees that were given,
+    not in attributes of objects, where they say how a model is built.
 
     >>> v = Variable(1.0)
     >>> list(found({"model": {"layers": [v]}, "same": v}))
@@ -79,6 +82,14 @@ def found(objects: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def without_state(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """What in objects has made no variables yet, such as optimizers, by the names that lead to them."""
+    walk = _Walk(lambda path, leaf: leaf)
+    for name, thing in objects.items():
+        walk(name, thing, False)
+    return walk.unbuilt
+
+
 def replaced(objects: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The objects with new values for arrays and numbers, by the names that `found` gives them.
 
@@ -99,6 +110,7 @@ class _Walk:
     def __init__(self, visit: Visit) -> None:
         self._visit = visit
         self.seen: dict[int, Any] = {}  # and keeps them alive
+        self.unbuilt: dict[str, Any] = {}
 
     def __call__(self, path: str, thing: Any, with_numbers: bool) -> Any:
         if _is_value(thing) or (with_numbers and isinstance(thing, _NUMBERS)):
@@ -115,6 +127,8 @@ class _Walk:
             self.seen[id(thing)] = thing
         if is_leaf:
             return self._visit(path, thing)
+        if _has(thing, "when_built") and not thing.is_built:
+            self.unbuilt[path] = thing
         pieces, join = _taken_apart(thing)
         is_tree = isinstance(thing, Mapping | list | tuple) or _is_registered(thing)
         old = [piece for _, piece in pieces]
@@ -146,6 +160,8 @@ def _taken_apart(thing: Any) -> Pieces:
     variables = _variables_of(thing)
     if variables is not None:
         return variables, lambda new: thing
+    if _is_of_keras(thing):
+        return _of_keras(thing)
     if _is_registered(thing):
         return _of_pytree(thing)
     if type(thing).__module__.split(".")[0] in _FOREIGN:
@@ -168,6 +184,31 @@ def _variables_of(thing: Any) -> list[tuple[str, Any]] | None:
         return None
     scale = getattr(thing, "loss_scale", None)
     return [*_numbered(variables), *([] if scale is None else [("loss_scale", scale)])]
+
+
+def _is_of_keras(thing: Any) -> bool:
+    """Whether something is a model, a layer, an optimizer or a metric of Keras."""
+    of_keras = any(kind.__module__.partition(".")[0] == "keras" for kind in type(thing).__mro__)
+    return of_keras and isinstance(getattr(thing, "variables", None), list)
+
+
+def _of_keras(thing: Any) -> Pieces:
+    """The values of Keras's variables by number, as lifted models have them; the optimizer's, too."""
+    getattr(thing, "jax_state_sync", lambda: None)()  # `fit` holds the values during an epoch
+    optimizer = getattr(thing, "optimizer", None)
+    if optimizer is not None and not optimizer.built and thing.built:
+        optimizer.build(thing.trainable_variables)
+    of_optimizer = [] if optimizer is None else optimizer.variables
+    variables = [*thing.variables, *of_optimizer]
+    names = [*map(str, range(len(thing.variables)))]
+    names += [f"optimizer/{i}" for i in range(len(of_optimizer))]
+
+    def put(new: list[Any]) -> Any:
+        for v, value in zip(variables, new, strict=True):
+            v.assign(value)
+        return thing
+
+    return [(name, v.value) for name, v in zip(names, variables, strict=True)], put
 
 
 def _is_registered(thing: Any) -> bool:
@@ -201,6 +242,8 @@ def _set_attributes(thing: Any, names: list[str], new: list[Any]) -> Any:
 
 def _may_be_empty(thing: Any) -> bool:
     """Whether an object that holds nothing now may hold something later."""
+    if isinstance(thing, tuple) and thing and all(isinstance(x, _FUNCTIONS) for x in thing):
+        return False  # a transformation of optax, whose state is another thing
     if isinstance(thing, Mapping | list | tuple):
         return True
     try:

@@ -27,6 +27,7 @@ from phalanx.train.checkpoints.checkpoint import Checkpoint
 from phalanx.train.checkpoints.contents import Restoring
 from phalanx.train.checkpoints.manager import CheckpointManager
 from phalanx.train.checkpoints.options import CheckpointOptions
+from phalanx.train.checkpoints.trackables import without_state
 from phalanx.train.elastic_training.carried_state import CarriedState, StateReferences
 
 __all__ = ["ElasticContext", "MembershipChange", "Saving"]
@@ -142,6 +143,12 @@ class ElasticContext:
             raise InvalidValueError(
                 "`track` needs the objects that the training changes, such as model=model and "
                 f"optimizer=optimizer. Received: {sorted(objects)}"
+            )
+        if unbuilt := sorted(without_state(objects)):
+            raise InvalidValueError(
+                "An optimizer gets its part of the state when it is tracked. Make its variables "
+                "before: optimizer.build(variables). "
+                f"Received: {', '.join(unbuilt)} without state"
             )
         checkpoint = Checkpoint(**{**objects, _POSITION: self._position})
         if self._saving.directory is not None:
@@ -268,12 +275,14 @@ class ElasticContext:
                 del batch
                 position["step"] += 1
                 position["examples"] += self.batch_size
+                if self._visitor is not None and position["step"] == self._entry.step + 1:
+                    self._visitor.made(position["step"])
                 self._after_step()
             position["epoch"] += 1
             position["examples"] = 0
         self._remember()
         if self._manager is not None and self._saving.every is not None:
-            self._save()  # so that a job that is started again knows that it is done
+            self._save_now()  # so that a job that is started again knows that it is done
 
     def _distributed(
         self, dataset: Dataset, batched: Callable[[Dataset], Dataset] | None
@@ -291,7 +300,32 @@ class ElasticContext:
         self._remember()
         every = self._saving.every
         if self._manager is not None and every is not None and self.step % every == 0:
+            self._settle_saving()
             self._save(CheckpointOptions(enable_async=True))
+
+    def _save_now(self) -> None:
+        """Save a checkpoint that is needed; what fails is tried once more before it is an error."""
+        self._settle_saving()
+        try:
+            self._save()
+        except (OSError, PhalanxError) as error:  # on all workers
+            if self._connection is not None:
+                self._connection.member.check()  # because a worker was lost
+            _log.warning("A checkpoint was not saved, and is saved again: %s", error)
+            self._save()
+
+    def _settle_saving(self) -> None:
+        """Wait for a checkpoint that is under way. If it fails, the training goes on: it has the state.
+
+        A full disk, say. It was logged, on all workers; the next checkpoint may succeed.
+        """
+        assert self._manager is not None
+        try:
+            self._manager.sync()
+        except (OSError, PhalanxError):
+            if self._connection is not None:
+                self._connection.member.check()  # because a worker was lost
+            _log.warning("The training goes on, and saves again later.")
 
     def _save(self, options: CheckpointOptions | None = None) -> None:
         assert self._manager is not None
@@ -308,8 +342,7 @@ class ElasticContext:
         if self._stop.is_over:
             saves = self._visitor is not None and self._visitor.wants_checkpoint
             if self._manager is not None and (saves or not self._is_whole):
-                self._save()
-                self._manager.sync()
+                self._save_now()
             raise MembershipChange
 
     def close(self) -> None:

@@ -85,9 +85,8 @@ def start_anew(state: CarriedState | None, step: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        if (
-            int(name) > 2 and int(name) != kept
-        ):  # sockets of gloo would stay open, and keep up who waits at the other end
+        # Sockets of gloo would stay open, and keep up who waits at the other end.
+        if int(name) > 2 and int(name) != kept:
             with contextlib.suppress(OSError):
                 fcntl.fcntl(int(name), fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

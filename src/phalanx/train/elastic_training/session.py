@@ -16,6 +16,7 @@ from phalanx.core.options import CommunicationOptions
 from phalanx.errors import (
     ContextError,
     DeadlineExceededError,
+    HubLostError,
     InvalidTypeError,
     InvalidValueError,
     WorkerLostError,
@@ -23,6 +24,7 @@ from phalanx.errors import (
 from phalanx.job.connection import connected
 from phalanx.job.elastic.visitor import GenerationEntry, Released, Visitor
 from phalanx.runtime import laboratory
+from phalanx.runtime.deadlines import STUCK_EXIT_CODE
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer
 from phalanx.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -108,7 +110,13 @@ def elastic(
     if visitor is None:
         return session.once()
     with contextlib.closing(visitor), _notices(visitor):
-        return session.run(visitor)
+        try:
+            return session.run(visitor)
+        except HubLostError as error:
+            if not visitor.is_lost:
+                raise
+            _log.error("%s This worker ends. If the launcher is there, it starts another one.", error)
+            sys.exit(STUCK_EXIT_CODE)
 
 
 class _Session:
@@ -167,9 +175,10 @@ class _Session:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        laboratory.reach("join", generation=entry.generation, rank=entry.rank)
+        name = entry.names[entry.rank]
+        laboratory.reach("join", generation=entry.generation, rank=entry.rank, name=name)
         context: ElasticContext | None = None
-        strategy = self._met(entry)
+        strategy = self._met(entry, visitor)
         if strategy is None:
             return False
         depth, failed = ctx.depth(), True
@@ -186,9 +195,9 @@ class _Session:
         except MembershipChange:
             failed = False
         except Exception as error:
-            if not _is_change(error):
+            if not self._is_change(error, visitor):
                 raise
-            _log.warning("Generation %d has ended. By ranks: %s", entry.generation, error)
+            _log.warning("Generation %d has ended: %s", entry.generation, error)
         ctx.back_to(depth)
         self._result = strategy = None
         assert context is not None
@@ -197,12 +206,26 @@ class _Session:
         reforming.leave_cluster()
         return False
 
-    def _met(self, entry: GenerationEntry) -> MultiWorkerMirroredStrategy | None:
+    def _is_change(self, error: Exception, visitor: Visitor) -> bool:
+        """Whether an error only says that another worker is gone, or the connections of this one."""
+        connection = connected()
+        if connection is None:
+            return False
+        connection.member.cause_of(error)  # waits a moment for the hub to say who
+        failure = connection.member.failure
+        if failure is not None and failure.kind == "hub" and visitor.is_reachable():
+            self._broken = "the connections of this worker had closed"  # JAX cannot leave its service
+            return True
+        return failure is not None and failure.kind in _CHANGES
+
+    def _met(self, entry: GenerationEntry, visitor: Visitor) -> MultiWorkerMirroredStrategy | None:
         """A strategy over the workers of a generation; None if one is lost before all have met."""
         try:
             return MultiWorkerMirroredStrategy(communication_options=self._options)
-        except (WorkerLostError, DeadlineExceededError) as error:
-            _log.warning("Generation %d has not begun. By ranks: %s", entry.generation, error)
+        except (WorkerLostError, DeadlineExceededError, HubLostError) as error:
+            if isinstance(error, HubLostError) and not visitor.is_reachable():
+                raise
+            _log.warning("Generation %d has not begun: %s", entry.generation, error)
             self._broken = "a worker was lost before all had met"  # JAX may be half connected
             return None
 
@@ -223,16 +246,6 @@ class _Session:
             visitor,
             (self._step, self._carried),
         )
-
-
-def _is_change(error: Exception) -> bool:
-    """Whether an error only says that another worker is gone."""
-    connection = connected()
-    if connection is None:
-        return False
-    connection.member.cause_of(error)  # waits a moment for the hub to say who
-    failure = connection.member.failure
-    return failure is not None and failure.kind in _CHANGES
 
 
 def _exit_code(released: Released) -> int:
