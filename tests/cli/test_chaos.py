@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import main
-from phalanx.testing.faults import random_job_schedule
+from phalanx.testing.faults import (
+    ELASTIC_FAULTS,
+    JobFault,
+    JobHistory,
+    JobRun,
+    JobSchedule,
+    JobVerdict,
+    Laboratory,
+    Life,
+    random_job_schedule,
+)
 
 PROGRAM = """
 import sys
@@ -52,7 +62,7 @@ def test_a_program_is_judged(start: str, tmp_path: Path, capsys: pytest.CaptureF
         return
     assert code == 1
     assert "0 of 1 schedules are right" in shown
-    assert "the final state of worker 0 differs from the undisturbed one: [\"['total']\"]" in shown
+    assert "the final state of worker 0 differs from the undisturbed one: total. " in shown
     assert f"faults.JobSchedule({SEED}, 1, (" in shown
 
 
@@ -79,7 +89,35 @@ def test_an_elastic_program_is_judged(tmp_path: Path, capsys: pytest.CaptureFixt
     script.write_text(ELASTIC)
     words = ["--schedules", "2", "-n", "1:2", "--faults", "kill", "--deadline", "60"]
     assert main(["chaos", *words, str(script)]) == 0, capsys.readouterr().out
-    assert "2 of 2 schedules are right; 2 faults." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "2 of 2 schedules are right" in shown
+    assert "no fault was reached" not in shown
+
+
+@pytest.mark.parametrize("when", ["playing", "shrinking"])
+def test_what_was_found_before_an_interrupt_is_shown(
+    when: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = JobSchedule(0, 1, (JobFault("kill", step=3), JobFault("kill", step=1)))
+    history = JobHistory((Life(0, 0, ({"event": "step", "at": 1.0, "step": 0},)),))
+    verdict = JobVerdict(JobRun(schedule, history, 1, 0.1), ("it is wrong",))
+    played = iter([verdict, None])
+
+    def play(*_: object) -> JobVerdict:
+        found = next(played)
+        if found is None:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(Laboratory, "play", play)
+    monkeypatch.setattr(Laboratory, "undisturbed", lambda *_: verdict.run)
+    words = ["--schedules", "2" if when == "playing" else "1", "-n", "1", "--shrink", "5"]
+    assert main(["chaos", *words, "train.py"]) == 1
+    shown = capsys.readouterr().out
+    assert "Interrupted" in shown
+    assert "0 of 1 schedules are right" in shown
+    assert "it is wrong" in shown
+    assert "faults.JobSchedule(0, 1, (" in shown
 
 
 def test_what_the_command_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,9 +125,8 @@ def test_what_the_command_needs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "which program" in capsys.readouterr().err
     assert main(["chaos", "--faults", "explode", "train.py"]) == 2
     assert "'explode'" in capsys.readouterr().err
-    assert main(["chaos", "--workers", "1:2", "--faults", "raise", "train.py"]) == 2
-    assert (
-        "--faults must be of kill, freeze, slow, notice. Received: 'raise'" in capsys.readouterr().err
-    )
+    assert main(["chaos", "--workers", "1:2", "--faults", "explode", "train.py"]) == 2
+    known = ", ".join(ELASTIC_FAULTS)
+    assert f"--faults must be of {known}. Received: 'explode'" in capsys.readouterr().err
     assert main(["chaos", str(tmp_path / "none.py")]) == 2
     assert "no such file" in capsys.readouterr().err

@@ -35,6 +35,10 @@ HERE: dict[str, Callable[[], Session]] = {
     "by rows": lambda: Session(laid_out({"w": (2, 1), "b": (2,)})),
     "by columns": lambda: Session(laid_out({"w": (1, 2)})),
 }
+MORE = {
+    f"four, {level}": functools.partial(lambda x: Session(mirrored(4), x), level)
+    for level in LEVELS[:2]
+}
 QUICK = ("one", "mirrored", "four", *LEVELS, "by rows")
 OVER_WORKERS = (None, *LEVELS)
 
@@ -77,6 +81,39 @@ def test_any_strategy_takes_the_checkpoints_of_any_other(
             np.testing.assert_allclose(losses, expected, rtol=1e-4, err_msg=str(level))
 
 
+@pytest.mark.soak
+def test_two_and_three_workers_take_the_checkpoints_of_each_other_and_of_all(tmp_path: Path) -> None:
+    """Each of 1, 2 and 4 replicas, 2 and 3 workers, and levels of sharding, to each other."""
+    env, preload = {"PHALANX_DEADLINE": "60"}, ("phalanx", "tests.multi_worker.rules")
+    here = {name: make() for name, make in {**HERE, **MORE}.items()}
+    saved: dict[str, list[float]] = {}
+    for name, session in here.items():
+        path = str(tmp_path / name.replace(" ", "_"))
+        saved[path] = save(session, path)
+    with (
+        px.testing.MultiProcess(2, 1, env=env, preload=preload) as two,
+        px.testing.MultiProcess(3, 1, env=env, preload=preload) as three,
+    ):
+        over = [(count, level) for count in (2, 3) for level in OVER_WORKERS]
+        for count, level in over:
+            path = str(tmp_path / f"{count}_workers_{level}")
+            saved[path] = (two if count == 2 else three).run(
+                lambda: save(in_worker(level), path), timeout=120.0
+            )[0]
+        assert len(saved) == len(here) + 8
+        expected, paths = list(saved.values()), list(saved)
+        np.testing.assert_allclose(expected, [expected[0]] * len(expected), rtol=1e-4)
+        for name, session in here.items():
+            np.testing.assert_allclose(restore(session, paths), expected, rtol=1e-4, err_msg=name)
+        for count, level in over:
+            answers = (two if count == 2 else three).run(
+                lambda: restore(in_worker(level), paths), timeout=300.0
+            )
+            for losses in answers:
+                np.testing.assert_allclose(losses, expected, rtol=1e-4, err_msg=f"{count} {level}")
+
+
+@pytest.mark.soak
 def test_slices_of_workers_become_one_checkpoint_of_orbax(tmp_path: Path) -> None:
     path, env = str(tmp_path / "orbax"), {"PHALANX_DEADLINE": "150"}  # a new process imports Orbax
     with px.testing.MultiProcess(2, 1, env=env, preload=["phalanx"]) as cluster:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import phalanx as px
+from phalanx.runtime.deadlines import STUCK_EXIT_CODE
 from tests.multi_worker import faults
 from tests.processes import wait_gone
 
@@ -241,6 +242,9 @@ def test_workers_that_do_nothing() -> None:
         for guilty, (cluster, run) in enumerate(zip(frozen, runs, strict=True)):
             cluster.cont(guilty)
             result = run.results(timeout=30.0)[guilty]
+            if result.exit_code == STUCK_EXIT_CODE:  # gloo has not given its thread back
+                assert "hangs in native code although the job has failed" in str(result.error)
+                continue
             assert result.error is None, result.error
             assert result.value[0] == "DeadlineExceededError"
         looping.kill(1)
@@ -288,7 +292,8 @@ def test_an_interrupt_ends_the_wait_for_a_late_worker() -> None:
         wait_until(cluster, run, 0, "left with [3.0, 3.0, 3.0]")
         os.kill(cluster.pids[1], signal.SIGUSR2)
         # The one that left has made one step less: it has left the step that the other one made.
-        assert [result.value for result in run.results(timeout=30.0)] == [[5.0] * 3, [7.0] * 3]
+        found = [result.value or result for result in run.results(timeout=30.0)]
+        assert found == [[5.0] * 3, [7.0] * 3]
 
 
 def has_waited(row: dict[str, Any]) -> bool:

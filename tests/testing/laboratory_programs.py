@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,20 @@ _LATE = 12
 
 
 def train_elastically(folder: str, variant: str = "", steps: int = ELASTIC_STEPS) -> None:
-    """A moving sum over batches, for which their order counts, while workers come and go."""
-    ahead = Path(folder, "ahead")
+    """A moving sum over batches, for which their order counts, while workers come and go.
+
+    Variants with "saves" save every third step; those with "spread" have state on one worker each,
+    which is lost with it.
+    """
+    place = Path(folder)
     rows = BATCH * steps // 2  # in two epochs
 
     def train(job: px.train.ElasticContext) -> None:
         strategy = job.strategy
         with strategy.scope():
             total = px.Variable(jnp.zeros(3), aggregation=px.VariableAggregation.MEAN, name="total")
-        job.track(total=total)
+            seen = px.train.Sum()
+        job.track(total=total, **({"seen": seen} if "spread" in variant else {}))
 
         @px.function
         def step(x: Any) -> None:
@@ -99,6 +104,7 @@ def train_elastically(folder: str, variant: str = "", steps: int = ELASTIC_STEPS
                 mine = jnp.stack([x.sum(), (x**2).sum(), (x % 7).sum()]).astype(jnp.float32)
                 found = px.get_replica_context().all_reduce("sum", mine)
                 total.assign(0.9 * total.value() + found)
+                seen.update_state(x.sum().astype(jnp.float32))
 
             strategy.run(add, args=(x,))
 
@@ -106,13 +112,25 @@ def train_elastically(folder: str, variant: str = "", steps: int = ELASTIC_STEPS
             if variant != "records what others do" or job.generation == 1:
                 faults.record(examples=batch, epoch=job.epoch)
             if variant == "one behind":
-                _fall_apart(job, ahead, lambda: step(batch))
+                _fall_apart(job, place / "ahead", lambda: step(batch))
+            elif "together" in variant and job.step == 7:
+                _come_together(job, place)
             elif job.step == _LATE and "was killed" in job.reason and "has come" not in job.reason:
                 wait_for(lambda: job.is_ending)  # because of the worker that is started in its place
             step(batch)
-        faults.record(state={"total": total})
+        state = {"total": total}
+        faults.record(state={**state, "seen": seen.result()} if "spread" in variant else state)
 
-    px.train.elastic(train, batch_size=BATCH)
+    saving = {"checkpoint_dir": f"{folder}/saved", "save_every": 3} if "saves" in variant else {}
+    px.train.elastic(train, batch_size=BATCH, **saving)
+
+
+def _come_together(job: px.train.ElasticContext, place: Path) -> None:
+    """In the first generation, all workers are at a point at the same time."""
+    if job.generation == 1:
+        (place / f"together {job.rank}").touch()
+        wait_for(lambda: len(list(place.glob("together *"))) == job.workers)
+        faults.point("together")
 
 
 def _fall_apart(job: px.train.ElasticContext, ahead: Path, step: Callable[[], None]) -> None:
@@ -136,3 +154,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         threading.Event().wait(0.01)
+
+
+def check(verdicts: Sequence[faults.JobVerdict]) -> None:
+    """What is wrong with some runs must be nothing."""
+    wrong = [f"{x}\n{x.run.schedule.code()}\n{x.run.output[-3000:]}" for x in verdicts if x.violations]
+    assert not wrong, "\n\n".join(wrong)

@@ -39,10 +39,43 @@ def test_a_schedule_follows_from_its_seed_and_can_be_written_down(seed: int) -> 
         assert fault.attempt <= schedule.attempts(3.0)
 
 
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 5))
+def test_short_programs_have_schedules_too(seed: int, steps: int, most: int) -> None:
+    schedule = faults.random_job_schedule(seed, steps=steps, most=most)
+    assert all(fault.step < max(3, steps) for fault in schedule.faults)
+    elastic = faults.random_elastic_schedule(seed, steps=steps, most=most)
+    assert all(fault.step < max(3, steps) for fault in elastic.faults)
+
+
 def test_all_kinds_and_phases_come() -> None:
     schedules = [faults.random_job_schedule(seed) for seed in range(1000)]
     found = {(fault.kind, fault.phase) for x in schedules for fault in x.faults}
     assert found == {(kind, phase) for kind, phases in faults.JOB_FAULTS.items() for phase in phases}
+
+
+def test_faults_happen_where_the_program_comes_to() -> None:
+    """That is found out in the undisturbed run, so that `phalanx chaos` knows it."""
+    events = [(1.0, "step", {"step": 0}), (2.0, "fault", {"step": 1})]
+    events += [(3.0 + i, "between files", {"step": i}) for i in range(3)]
+    phases = JobHistory((life(0, 0, *events), life(1, 0, *events[:3]))).phases()
+    assert phases == {"between files": 3, "step": 1}
+    for schedule, more in (
+        (faults.random_job_schedule, set()),
+        (faults.random_elastic_schedule, {"join", "carry"}),
+    ):
+        found = [x for seed in range(1000) for x in schedule(seed, phases=phases).faults]
+        assert {x.phase for x in found} == {"step", "between files", *more}
+        assert {x.step for x in found if x.phase == "step"} == {0}
+        mine = [x for x in found if x.phase == "between files"]
+        assert {x.kind for x in mine} == {"kill", "freeze", "raise", "slow"}
+        assert {x.step for x in mine} >= {0, 1}
+        assert max(x.step for x in mine) <= 2
+        with pytest.raises(ValueError, match=r"faults\.point.*Received: full, in a .* to step"):
+            schedule(0, kinds=["full"], phases={"step": 3})
+    saves = {"save": 2, "write": 2, "commit": 2, "start": 1}
+    found = [x for seed in range(100) for x in faults.random_job_schedule(seed, phases=saves).faults]
+    assert {"corrupt", "truncate", "full"} <= {x.kind for x in found}
+    assert {x.phase for x in found} == {"save", "write", "commit", "start", "restore"}
 
 
 def test_what_a_schedule_cannot_be() -> None:
@@ -228,11 +261,6 @@ def laboratory() -> faults.Laboratory:
     return faults.Laboratory(programs.train, DEADLINE, {"preload": PRELOAD})
 
 
-def check(verdicts: Sequence[faults.JobVerdict]) -> None:
-    wrong = [f"{x}\n{x.run.schedule.code()}\n{x.run.output[-3000:]}" for x in verdicts if x.violations]
-    assert not wrong, "\n\n".join(wrong)
-
-
 def schedules(seeds: range, workers: int | None = None, most: int = 3) -> list[JobSchedule]:
     return [
         faults.random_job_schedule(seed, workers, steps=programs.STEPS, most=most, deadline=DEADLINE)
@@ -241,9 +269,13 @@ def schedules(seeds: range, workers: int | None = None, most: int = 3) -> list[J
 
 
 def test_some_schedules(laboratory: faults.Laboratory) -> None:
-    chosen = schedules(QUICK[:15], 2, most=1) + schedules(QUICK[15:], 3, most=1)
+    chosen = [
+        schedule
+        for seeds, workers in ((QUICK[:15], 2), (QUICK[15:19], 3), (QUICK[19:], 4))
+        for schedule in schedules(seeds, workers, most=1)
+    ]
     verdicts = list(laboratory.play_all(chosen, AT_ONCE))
-    check(verdicts)
+    programs.check(verdicts)
     assert sum(len(verdict.happened) for verdict in verdicts) >= 0.8 * len(verdicts)
     assert sum(verdict.run.history.attempts - 1 for verdict in verdicts) >= len(verdicts) // 2
 
@@ -251,7 +283,7 @@ def test_some_schedules(laboratory: faults.Laboratory) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(SLOW.start, SLOW.stop, 20))
 def test_many_schedules(laboratory: faults.Laboratory, first: int) -> None:
-    check(list(laboratory.play_all(schedules(range(first, first + 20)), AT_ONCE)))
+    programs.check(list(laboratory.play_all(schedules(range(first, first + 20)), AT_ONCE)))
 
 
 def test_a_position_that_is_not_saved_is_found() -> None:

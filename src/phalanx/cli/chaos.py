@@ -30,6 +30,8 @@ from phalanx.testing.faults.jobs import (
 
 __all__ = ["add_chaos_parser"]
 
+_INTERRUPTED = 130  # what shells give for Ctrl-C
+
 _DESCRIPTION = """\
 Run a program undisturbed, and then under random schedules of faults: workers are killed, frozen and
 slowed down, they raise, are told that their machine goes away, lose their connections, find damaged
@@ -125,12 +127,15 @@ def chaos(options: argparse.Namespace) -> int:
     console = Console(file=sys.stdout)
     with quiet_jax():
         verdicts = _play(laboratory, options, kinds, console)
+        is_whole = len(verdicts) == options.schedules
         console.print(table(verdicts))
         wrong = [verdict for verdict in verdicts if verdict.violations]
         console.print(summary(verdicts), highlight=False)
         if wrong:
-            _explain(laboratory, wrong[0], options.shrink, console)
-    return 1 if wrong else 0
+            _explain(laboratory, wrong[0], options.shrink if is_whole else 0, console)
+    if wrong:
+        return 1
+    return 0 if is_whole else _INTERRUPTED
 
 
 def _play(
@@ -146,12 +151,18 @@ def _play(
         console.print(f"Undisturbed: {first.seconds:.1f} s, {steps} steps", highlight=False)
         for seed in range(options.seed, options.seed + options.schedules):
             how: dict[str, Any] = {"kinds": kinds, "steps": steps, "deadline": options.deadline}
+            how["phases"] = first.history.phases()
             if most is None:
                 schedule = random_job_schedule(seed, number or None, **how)
             else:
-                schedule = random_elastic_schedule(seed, most, least=number, **how)
+                saves = bool(first.history.all("save"))
+                schedule = random_elastic_schedule(seed, most, least=number, saves=saves, **how)
             progress.update(bar, description=f"seed {seed}")
-            verdict = laboratory.play(schedule)
+            try:
+                verdict = laboratory.play(schedule)
+            except KeyboardInterrupt:  # what was played before counts
+                console.print(f"Interrupted in seed {seed}.", highlight=False)
+                break
             found.append(verdict)
             _keep(verdict, options.history)
             progress.advance(bar)
@@ -200,6 +211,8 @@ def summary(verdicts: Sequence[JobVerdict]) -> str:
     wrong = [verdict for verdict in verdicts if verdict.violations]
     happened = sum(len(verdict.happened) for verdict in verdicts)
     words = [f"{len(verdicts) - len(wrong)} of {len(verdicts)} schedules are right; {happened} faults."]
+    if empty := sum(not verdict.happened for verdict in verdicts):
+        words.append(f"In {empty} of them no fault was reached.")
     for what, values in (
         ("Named", [v.detection for v in verdicts]),
         ("The next step came", [v.recovery for v in verdicts]),
@@ -212,13 +225,20 @@ def summary(verdicts: Sequence[JobVerdict]) -> str:
 
 
 def _explain(laboratory: Laboratory, first: JobVerdict, most: int, console: Console) -> None:
-    console.print(f"\n{first}", highlight=False, markup=False)
+    console.print(f"\n{first}", highlight=False, markup=False, soft_wrap=True)
     smallest = first
     if most:
         console.print(f"Looking for a smaller schedule that fails, in {most} jobs at most …")
-        smallest = laboratory.shrink(first.run.schedule, most)
-        console.print(f"\nThe smallest that was found: {smallest}", highlight=False, markup=False)
+        failed: list[JobVerdict] = []
+        try:
+            smallest = laboratory.shrink(first.run.schedule, most, failed.append)
+        except KeyboardInterrupt:
+            smallest = next((x for x in reversed(failed) if x.violations), first)
+            console.print("Interrupted.")
+        console.print(
+            f"\nThe smallest that was found: {smallest}", highlight=False, markup=False, soft_wrap=True
+        )
     code = smallest.run.schedule.code()
     console.print(f"\nAs code:\n\n{code}\n", highlight=False, markup=False)
     console.print("The end of its output:", highlight=False)
-    console.print(smallest.run.output[-3000:], highlight=False, markup=False)
+    console.print(smallest.run.output[-3000:], highlight=False, markup=False, soft_wrap=True)

@@ -13,6 +13,7 @@ __all__ = [
     "applied_by_generations",
     "change_named",
     "change_recovered",
+    "generation_at",
     "has_changed_generation",
     "was_first",
 ]
@@ -55,6 +56,11 @@ def _entry(life: Life, moment: float) -> Event:
     return joined[-1] if joined else {"generation": 0, "rank": -1}
 
 
+def generation_at(life: Life, moment: float) -> int:
+    """The number of the last generation that a process had joined at a moment; 0 if it had not."""
+    return int(_entry(life, moment)["generation"])
+
+
 def has_changed_generation(history: JobHistory, life: Life, fault: Event) -> bool:
     """Whether a fault was the last one in its generation, and another generation followed."""
     number = _entry(life, float(fault["at"]))["generation"]
@@ -76,19 +82,20 @@ def was_first(history: JobHistory, life: Life, fault: Event) -> bool:
         for other, event in history.all("fault", "failure")
         if float(event["at"]) < moment and _entry(other, float(event["at"]))["generation"] == number
     ]
-    return number > 0 and not earlier and has_changed_generation(history, life, fault)
+    is_last = fault["kind"] == "raise" and history.end.get("exit_code") != 0  # which ends the job
+    return number > 0 and not earlier and (is_last or has_changed_generation(history, life, fault))
 
 
 def change_named(history: JobHistory, life: Life, fault: Event) -> float | None:
     """Seconds from a fault to the first word that names its worker; None if there is none.
 
-    The launcher names a worker by its place, and the hub of a generation by its rank in it.
+    Workers have names of their places, which stay the same in all generations; the process that is
+    started in place of a lost one has its name.
     """
     moment = float(fault["at"])
-    place = next((x["place"] for x in life.all("process")), life.worker)
-    rank = _entry(life, moment)["rank"]
-    told = [x for x in history.launcher if f"worker {place}" in str(x.get("text", ""))]
-    told += [x for _, x in history.all("failure") if f"worker {rank}" in x["text"]]
+    name = str(_entry(life, moment).get("name", f"worker {life.worker}"))
+    told = [x for x in history.launcher if name in str(x.get("text", ""))]
+    told += [x for _, x in history.all("failure") if name in x["text"]]
     return min((float(x["at"]) - moment for x in told if float(x["at"]) >= moment), default=None)
 
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import InvalidValueError
-from phalanx.testing.faults.jobs import ELASTIC_FAULTS, JobFault, JobSchedule
+from phalanx.testing.faults.jobs import (
+    ELASTIC_FAULTS,
+    JobFault,
+    JobSchedule,
+    reachable_phases,
+)
 
 __all__ = ["random_elastic_schedule"]
 
 _LONG = 2.0  # deadlines: the others stop waiting, and the worker comes back to them
 _SHARE_OF_LONG = 0.2
+_ONCE = ("join", "carry")  # what each worker does once in a generation
+_RARE = ("save", "commit", "restore")  # what happens every few steps
+_OF_CHECKPOINTS = (*_RARE, "write")
+_DAMAGE = ("corrupt", "truncate")
 
 
 def random_elastic_schedule(
@@ -24,6 +33,8 @@ def random_elastic_schedule(
     steps: int = 20,
     most: int = 3,
     deadline: float = 3.0,
+    saves: bool = True,
+    phases: Mapping[str, int] | None = None,
 ) -> JobSchedule:
     """A schedule for ``phalanx run --workers 1:N`` that follows from a seed.
 
@@ -39,18 +50,25 @@ def random_elastic_schedule(
         steps: how many steps the program makes.
         most: how many faults there are at most.
         deadline: after how many seconds workers stop waiting for each other.
+        saves: whether the program saves checkpoints; else nothing goes wrong with them.
+        phases: where a worker comes to, and how often; see `random_job_schedule`.
 
     Examples:
         >>> from phalanx.testing import faults
         >>> print(faults.random_elastic_schedule(3, workers=3, kinds=["kill"]))
         The fault schedule of seed 3, 1 to 3 workers:
-          attempt 0: kill worker 1 in record 7
+          attempt 0: kill worker 1 in write 7
           attempt 0: kill worker 2 in join 0 + 0.001 s
     """
     if unknown := [kind for kind in kinds if kind not in ELASTIC_FAULTS]:
         raise InvalidValueError(
             f"`kinds` must be of {', '.join(ELASTIC_FAULTS)}. Received: {', '.join(unknown)}"
         )
+    where = {
+        kind: [x for x in found if saves or x not in _OF_CHECKPOINTS]
+        for kind, found in reachable_phases(ELASTIC_FAULTS, kinds, phases, _ONCE).items()
+        if saves or kind not in _DAMAGE
+    }
     rng = random.Random(f"elastic faults {seed}")
     count = rng.choice((2, 3, 3, 4)) if workers is None else workers
     targets = list(range(count))
@@ -63,10 +81,13 @@ def random_elastic_schedule(
             break
         worker = targets.pop(rng.randrange(len(targets)))
         leaving = sum(fault.kind == "notice" for fault in found)
-        possible = [x for x in kinds if x != "notice" or leaving < count - least]
+        possible = [x for x in where if where[x] and (x != "notice" or leaving < count - least)]
         if not possible:
             break
-        fault = _random_fault(rng, rng.choice(possible), worker, worker >= count, steps, deadline)
+        kind, joins = rng.choice(possible), worker >= count
+        phase = rng.choice([x for x in where[kind] if joins or x != "carry"])
+        often = steps if phases is None else phases.get(phase, 1)
+        fault = _random_fault(rng, kind, phase, worker, joins, often, deadline)
         found.append(fault)
         if fault.kind == "kill":  # another one is started, and may be hit as well
             targets.append(joining)
@@ -75,16 +96,27 @@ def random_elastic_schedule(
 
 
 def _random_fault(
-    rng: random.Random, kind: str, worker: int, joins: bool, steps: int, deadline: float
+    rng: random.Random,
+    kind: str,
+    phase: str,
+    worker: int,
+    joins: bool,
+    often: int,
+    deadline: float,
 ) -> JobFault:
-    phase = rng.choice([x for x in ELASTIC_FAULTS[kind] if joins or x != "carry"])
     more: dict[str, Any] = {}
-    if kind in ("kill", "freeze", "notice") and rng.random() < 0.5:
+    if kind in ("kill", "freeze", "notice", "cut") and rng.random() < 0.5:
         more["after"] = round(rng.random() ** 2 * 0.05, 4)
     if kind in ("freeze", "slow"):
         long = rng.random() < _SHARE_OF_LONG
         more["seconds"] = round(deadline * (_LONG if long else rng.uniform(0.05, 0.3)), 2)
+    if kind == "clock":
+        more["seconds"] = rng.choice((60.0, 3600.0, 86400.0 * 400))
     if kind == "notice":
         more["signal"] = rng.choice(("SIGTERM", "SIGUSR1"))
-    step = rng.randrange(3 if joins else max(1, steps // 2))
-    return JobFault(kind, worker, phase, 0 if phase in ("join", "carry") else step, **more)
+    step = rng.randrange(min(3, often) if joins or phase in _RARE else max(1, often // 2))
+    if kind in _DAMAGE:
+        step = 0 if joins else 1  # a worker of the beginning finds checkpoints when it joins again
+    elif phase in _ONCE or phase == "restore":
+        step = 0
+    return JobFault(kind, worker, phase, step, **more)

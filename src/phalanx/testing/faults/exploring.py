@@ -62,6 +62,8 @@ class JobVerdict:
             return "wrong"
         if not self.happened:
             return "no fault was reached"
+        if self.run.exit_code:
+            return "ended by the exception"
         restarts = self.run.history.attempts - 1
         return f"right after {restarts} restart{'s' * (restarts != 1)}" if restarts else "went on"
 

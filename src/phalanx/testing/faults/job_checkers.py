@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.testing.faults import elastic_history
@@ -21,7 +21,6 @@ __all__ = [
 ]
 
 _AT_ONCE = 5.0  # seconds from a death or an exception to the word that names it
-_STACKS = 6.0  # seconds that the hub waits for the stacks of a frozen worker
 _DEADLY = ("kill", "raise", "cut")
 _LASTING = ("freeze", "slow")
 _DAMAGE = ("corrupt", "truncate")
@@ -49,14 +48,16 @@ def job_violations(
 
 
 def ended_well(history: JobHistory) -> Iterator[str]:
-    """The job has come to its end, and has succeeded."""
+    """The job has come to its end, and has succeeded; an elastic one ends if its program raises."""
     end = history.end
     if not end:
         yield "the job did not come to its end"
     elif end["exit_code"] != 0:
-        failed = [event["text"] for event in history.launcher if event["event"] == "failed"]
+        failed = [str(event["text"]) for event in history.launcher if event["event"] == "failed"]
         why = failed[-1] if failed else ""
-        yield f"the job ended with exit code {end['exit_code']}: {why:.600}"
+        raised = [pair for pair in history.faults() if pair[1]["kind"] == "raise"]
+        if not (history.is_elastic and any(history.named(*pair) is not None for pair in raised)):
+            yield f"the job ended with exit code {end['exit_code']}: {why:.600}"
 
 
 def examples_once(history: JobHistory, undisturbed: JobHistory | None = None) -> Iterator[str]:
@@ -77,7 +78,9 @@ def examples_once(history: JobHistory, undisturbed: JobHistory | None = None) ->
 
 def checkpoints_kept(history: JobHistory) -> Iterator[str]:
     """A complete checkpoint is neither lost nor mixed up with another one, and damage is found."""
-    if not history.is_elastic:  # there, each generation restores, if none has the state in memory
+    if history.is_elastic:  # there, a generation restores only if none has the state in memory
+        yield from _newest_restored_by_generations(history)
+    else:
         yield from _newest_restored(history)
     damaged = {event["path"] for _, event in history.faults() if event["kind"] in _DAMAGE}
     for path, problem in history.end.get("checkpoints", {}).items():
@@ -86,38 +89,58 @@ def checkpoints_kept(history: JobHistory) -> Iterator[str]:
 
 
 def _newest_restored(history: JobHistory) -> Iterator[str]:
-    yield from _restored_alike(history)
     for attempt in range(history.attempts):
         lives = [life for life in history.lives if life.attempt == attempt]
-        begun = [x for life in lives for x in life.all("restore", "step", "record")]
-        newest = _newest(history, min((float(x["at"]) for x in begun), default=-math.inf))
-        paths = {x["path"] for life in lives for x in life.all("restored")}
-        is_restoring = any(x["event"] == "restore" for x in begun)
-        if newest is None or (is_restoring and not paths):  # nothing to restore, or no time for it
-            continue
-        if newest not in paths and not any(_is_newer(history, path, newest) for path in paths):
-            what = ", ".join(sorted(paths)) or "nothing"
-            yield f"attempt {attempt} restored {what}, but {newest} was complete before"
-
-
-def _restored_alike(history: JobHistory) -> Iterator[str]:
-    """All workers of an attempt restore one checkpoint, as it was committed and not damaged since."""
-    for attempt in range(history.attempts):
         pairs = [pair for pair in history.all("restored") if pair[0].attempt == attempt]
-        last: dict[int, Event] = {life.worker: event for life, event in pairs}
-        different = {(event["path"], event["digest"]) for event in last.values()}
-        if len(different) > 1:
-            yield f"workers of attempt {attempt} restored different checkpoints: {sorted(different)}"
-        for _, event in pairs:
-            digests = {
-                x["digest"]
-                for _, x in history.all("committed")
-                if x["path"] == event["path"] and float(x["at"]) < float(event["at"])
-            }
-            if digests and event["digest"] not in digests:
-                yield f"attempt {attempt} restored {event['path']}, which is not what was committed"
-            if _damaged_at(history, str(event["path"]), float(event["at"])):
-                yield f"attempt {attempt} restored {event['path']}, which was damaged"
+        yield from _restored_alike(history, f"attempt {attempt}", pairs)
+        begun = [x for life in lives for x in life.all("restore", "step", "record")]
+        is_restoring = any(x["event"] == "restore" for x in begun)
+        if is_restoring and not pairs:  # no time for it
+            continue
+        moment = min((float(x["at"]) for x in begun), default=-math.inf)
+        yield from _is_newest(history, f"attempt {attempt}", pairs, moment)
+
+
+def _newest_restored_by_generations(history: JobHistory) -> Iterator[str]:
+    groups: dict[int, list[tuple[Life, Event]]] = {}
+    for life, event in history.all("restore", "restored"):
+        number = elastic_history.generation_at(life, float(event["at"]))
+        groups.setdefault(number, []).append((life, event))
+    for number, found in sorted(groups.items()):
+        pairs = [pair for pair in found if pair[1]["event"] == "restored"]
+        yield from _restored_alike(history, f"generation {number}", pairs)
+        if pairs:
+            yield from _is_newest(history, f"generation {number}", pairs, float(found[0][1]["at"]))
+
+
+def _is_newest(
+    history: JobHistory, who: str, pairs: Sequence[tuple[Life, Event]], moment: float
+) -> Iterator[str]:
+    """What was restored is the newest checkpoint that was complete at a moment, or one after it."""
+    newest, paths = _newest(history, moment), {str(event["path"]) for _, event in pairs}
+    if newest is None or newest in paths or any(_is_newer(history, path, newest) for path in paths):
+        return
+    yield f"{who} restored {', '.join(sorted(paths)) or 'nothing'}, but {newest} was complete before"
+
+
+def _restored_alike(
+    history: JobHistory, who: str, pairs: Sequence[tuple[Life, Event]]
+) -> Iterator[str]:
+    """All workers restore one checkpoint, as it was committed and not damaged since."""
+    last: dict[int, Event] = {life.worker: event for life, event in pairs}
+    different = {(event["path"], event["digest"]) for event in last.values()}
+    if len(different) > 1:
+        yield f"workers of {who} restored different checkpoints: {sorted(different)}"
+    for _, event in pairs:
+        digests = {
+            x["digest"]
+            for _, x in history.all("committed")
+            if x["path"] == event["path"] and float(x["at"]) < float(event["at"])
+        }
+        if digests and event["digest"] not in digests:
+            yield f"{who} restored {event['path']}, which is not what was committed"
+        if _damaged_at(history, str(event["path"]), float(event["at"])):
+            yield f"{who} restored {event['path']}, which was damaged"
 
 
 def _newest(history: JobHistory, moment: float) -> str | None:
@@ -159,8 +182,12 @@ def same_state(history: JobHistory, undisturbed: JobHistory) -> Iterator[str]:
         expected = wanted.get(worker, next(iter(wanted.values()), None))
         if expected is not None:
             names = [name for name in expected if not _alike(state.get(name), expected[name])]
-            if names or set(state) - set(expected):
-                yield f"the final state of worker {worker} differs from the undisturbed one: {names}"
+            names += sorted(set(state) - set(expected))
+            if names:
+                yield (
+                    f"the final state of worker {worker} differs from the undisturbed one: "
+                    f"{', '.join(names)}. Is everything saved and restored that its steps change?"
+                )
     if wanted and not found:
         yield "no worker has told its final state"
 
@@ -202,10 +229,12 @@ def job_failures_named(history: JobHistory, deadline: float = 3.0, slack: float 
 
 def _naming_seconds(fault: Event, deadline: float) -> float | None:
     """Within how many seconds a fault must be named; None if it need not be."""
+    if fault["kind"] == "cut" and fault.get("phase") == "join":  # before others know of it
+        return None
     if fault["kind"] in _DEADLY:
         return _AT_ONCE
     if fault["kind"] in _LASTING and fault["seconds"] >= deadline:
-        return deadline + _STACKS + _AT_ONCE
+        return deadline + _AT_ONCE
     return None
 
 

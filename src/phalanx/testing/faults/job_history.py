@@ -100,6 +100,14 @@ class JobHistory:
         """Whether workers come and go in this job."""
         return any(True for life in self.lives for _ in life.all("join"))
 
+    def phases(self) -> dict[str, int]:
+        """Where workers came to, and how often at most: known phases, and those named by `point`."""
+        found: Counter[str] = Counter()
+        for life in self.lives:
+            names = [x["event"] for x in life.events if "step" in x and x["event"] != "fault"]
+            found |= Counter(names)
+        return dict(sorted(found.items()))
+
     # -- what counts -----------------------------------------------------------------------------
 
     def applied(self) -> Counter[tuple[int, int | str]]:

@@ -34,14 +34,21 @@ JOB_FAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 ELASTIC_FAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "kill": ("join", "carry", "input", "step", "record"),
-        "freeze": ("join", "input", "step", "record"),
-        "slow": ("join", "carry", "input", "step", "record"),
+        "kill": ("join", "carry", *_ANYWHERE, "write", "commit"),
+        "freeze": ("join", *_ANYWHERE),
+        "slow": ("join", "carry", *_ANYWHERE),
         "notice": ("input", "step", "record"),
+        "cut": ("join", "input", "step", "record", "save"),
+        "corrupt": ("join",),
+        "truncate": ("join",),
+        "full": ("write",),
+        "clock": ("join", "step"),
+        "raise": ("input", "step", "record", "save"),  # which ends the job
     }
 )
 """What can go wrong with a worker of an elastic job, and where `random_elastic_schedule` does it."""
 
+_AT_POINTS = ("kill", "freeze", "raise", "slow")  # what can go wrong where a program calls `point`
 _FATAL = ("kill", "raise", "notice", "cut", "full")
 _LASTING = ("freeze", "slow")
 _DAMAGE = ("corrupt", "truncate")
@@ -222,6 +229,45 @@ def _smaller(fault: JobFault) -> Iterator[JobFault]:
         yield replace(fault, worker=0)
 
 
+def reachable_phases(
+    known: Mapping[str, Sequence[str]],
+    kinds: Sequence[str],
+    phases: Mapping[str, int] | None,
+    always: Sequence[str] = (),
+) -> dict[str, list[str]]:
+    """Where each kind of fault can happen in a program; kinds that nowhere can are left out.
+
+    Args:
+        known: `JOB_FAULTS` or `ELASTIC_FAULTS`.
+        kinds: what may go wrong.
+        phases: where a worker comes to, and how often; None if it is not known.
+        always: phases that a worker comes to only when something goes wrong.
+
+    >>> reachable_phases(JOB_FAULTS, ["kill", "cut", "full"], {"save": 2, "my point": 3})
+    {'kill': ['save', 'restore', 'my point']}
+    """
+    if phases is None:
+        return {kind: list(known[kind]) for kind in kinds}
+    of_all = {phase for each in known.values() for phase in each}
+    own = [phase for phase in phases if phase not in of_all]
+    there = {*phases, *always, *(["restore"] if "save" in phases else [])}
+    found = {
+        kind: [
+            *(x for x in known[kind] if x in there),
+            *(own if kind in _AT_POINTS else ()),
+        ]
+        for kind in kinds
+        if kind not in _DAMAGE or "commit" in phases
+    }
+    if not any(found.values()):
+        raise InvalidValueError(
+            "The program comes to no place where one of these faults could happen. It may name places "
+            f"of its own by faults.point. Received: {', '.join(kinds)}, in a program that comes to "
+            f"{', '.join(sorted(phases)) or 'none'}"
+        )
+    return {kind: where for kind, where in found.items() if where}
+
+
 def random_job_schedule(
     seed: int,
     workers: int | None = None,
@@ -230,6 +276,7 @@ def random_job_schedule(
     steps: int = 10,
     most: int = 3,
     deadline: float = 3.0,
+    phases: Mapping[str, int] | None = None,
 ) -> JobSchedule:
     """A schedule that follows from a seed.
 
@@ -240,6 +287,8 @@ def random_job_schedule(
         steps: how many steps the program makes.
         most: how many faults there are at most, besides those that others need.
         deadline: after how many seconds workers stop waiting for each other.
+        phases: where a worker comes to, and how often, as `JobHistory.phases` tells it of a run; also
+            the program's own, see `point`. None: to all that are known, once in each step.
 
     Examples:
         >>> from phalanx.testing import faults
@@ -251,29 +300,37 @@ def random_job_schedule(
         raise InvalidValueError(
             f"`kinds` must be of {', '.join(JOB_FAULTS)}. Received: {', '.join(unknown)}"
         )
+    where = reachable_phases(JOB_FAULTS, kinds, phases)
     rng = random.Random(f"job faults {seed}")
     count = rng.choice((2, 2, 2, 3, 4)) if workers is None else workers
     found: list[JobFault] = []
     attempt = 0
     for _ in range(rng.randint(1, most)):
-        kind = rng.choice(list(kinds))
+        kind = rng.choice(list(where))
         if kind in _DAMAGE and attempt == 0:  # there must be checkpoints, and they must be needed
-            last = max(1, steps - 2)
-            found.append(
-                JobFault("kill", rng.randrange(count), "step", rng.randrange(steps // 2, last))
-            )
+            phase = "step" if phases is None or "step" in phases else "save"
+            often = steps if phases is None else phases[phase]
+            last = max(often // 2 + 1, often - 2)
+            found.append(JobFault("kill", rng.randrange(count), phase, rng.randrange(often // 2, last)))
             attempt += 1
-        fault = _random_fault(rng, kind, count, attempt, steps, deadline)
+        known = [x for x in where[kind] if not (x == "restore" and attempt == 0)]
+        phase = rng.choice(known or where[kind])
+        often = steps if phases is None else phases.get(phase, 1)
+        fault = _random_fault(rng, kind, phase, count, attempt, often, deadline)
         found.append(fault)
         attempt += fault.ends_the_attempt(deadline)
     return JobSchedule(seed, count, tuple(found))
 
 
 def _random_fault(
-    rng: random.Random, kind: str, workers: int, attempt: int, steps: int, deadline: float
+    rng: random.Random,
+    kind: str,
+    phase: str,
+    workers: int,
+    attempt: int,
+    often: int,
+    deadline: float,
 ) -> JobFault:
-    phases = [x for x in JOB_FAULTS[kind] if not (x == "restore" and attempt == 0)]
-    phase = rng.choice(phases)
     more: dict[str, Any] = {}
     if kind in ("kill", "freeze", "notice", "cut") and rng.random() < 0.5:
         more["after"] = round(rng.random() ** 2 * 0.05, 4)
@@ -284,7 +341,7 @@ def _random_fault(
         more["seconds"] = rng.choice((60.0, 3600.0, 86400.0 * 400))
     if kind == "notice":
         more["signal"] = rng.choice(("SIGTERM", "SIGUSR1"))
-    latest = steps if attempt == 0 else max(1, steps // 3)
+    latest = often if attempt == 0 else max(1, often // 3)
     step = (
         0
         if phase in ("start", "restore")

@@ -205,7 +205,8 @@ class _View:
         words = [] if outcome.failure is None else [outcome.failure.text]
         if outcome.culprit is not None:
             code = outcome.processes.codes[outcome.culprit.id]
-            words.append(f"{outcome.culprit} {describe_exit(code or 0)}")
+            if code:  # else it is one that was started in place of the culprit
+                words.append(f"{outcome.culprit} {describe_exit(code)}")
         about = {"exit_code": outcome.exit_code, "codes": outcome.processes.codes}
         self.note("failed", attempt=self._attempt, text="; ".join(words), again=again, **about)
 

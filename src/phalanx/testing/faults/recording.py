@@ -68,7 +68,8 @@ def _names(examples: Any) -> list[int | str]:
 def _summaries(state: Any) -> dict[str, Any]:
     """Of each array: a checksum, and sums that are nearly the same if the arrays are."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, Variable))
-    return {jax.tree_util.keystr(way): _summary(leaf) for way, leaf in leaves}
+    names = [jax.tree_util.keystr(way, simple=True, separator="/") for way, _ in leaves]
+    return {name or "state": _summary(x) for name, (_, x) in zip(names, leaves, strict=True)}
 
 
 def _summary(leaf: Any) -> dict[str, Any]:
