@@ -127,13 +127,13 @@ def test_the_line_to_change_in_the_readme(fresh: px.testing.MultiProcess) -> Non
     assert line in table
     alone = [other for other in table if "TPU" not in other and "ParameterServer" not in other]
     variants = [block.code.replace(line, other) for other in alone]
-    assert len(variants) == 5
+    assert len(variants) == 6
     [outputs] = fresh.run(run_blocks, "README.md", [(block.line, code) for code in variants])
     output = "".join(outputs)
     replicas = re.findall(r"^(\d+) replicas", output, re.MULTILINE)
-    assert replicas == ["1", "1", "4", "4", "2"]
+    assert replicas == ["1", "1", "4", "4", "2", "1"]
     weights = re.findall(r"^w = \[(.*)\]", output, re.MULTILINE)
-    assert [[round(float(x)) for x in w.split()] for w in weights] == [[1, -2, 3]] * 5
+    assert [[round(float(x)) for x in w.split()] for w in weights] == [[1, -2, 3]] * 6
 
 
 # -- the reference -------------------------------------------------------------------------------
