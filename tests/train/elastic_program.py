@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -69,6 +71,30 @@ class Deeds:
 KEPT: list[Any] = []
 
 
+class Lingering:
+    """Input whose thread holds an array when the workers change, until JAX is asked what is alive."""
+
+    def __init__(self) -> None:
+        self._count, self._ask = itertools.count(), jax.live_arrays
+        self._holds, self._asked = threading.Event(), threading.Event()
+        jax.live_arrays = self._live_arrays
+
+    def __call__(self, *example: Any) -> Any:
+        """What is mapped over the examples; the fifth batch takes long."""
+        if next(self._count) == 4 * BATCH:
+            held = jnp.ones(5)
+            self._holds.set()
+            wait_for(self._asked.is_set)
+            del held
+        return example
+
+    def _live_arrays(self, *args: Any) -> Any:
+        wait_for(self._holds.is_set)
+        alive = self._ask(*args)
+        self._asked.set()
+        return alive
+
+
 def main(folder: Path, plan: dict[str, str], epochs: int, options: dict[str, Any]) -> None:
     """Train; the last line is the weights."""
     if NUMBER >= 3:  # a replacement: let the others form a generation without it first
@@ -76,6 +102,9 @@ def main(folder: Path, plan: dict[str, str], epochs: int, options: dict[str, Any
     with open(folder / f"{os.getpid()}.jsonl", "a", buffering=1) as history:
         metric_wanted = options.pop("metric", False)
         deeds = Deeds(plan, folder)
+        data = dataset()
+        if f"{NUMBER}@input" in plan and "PHALANX_CARRIED" not in os.environ:
+            data = data.map(Lingering())
 
         def train(job: Any) -> list[float]:
             strategy = job.strategy
@@ -100,7 +129,7 @@ def main(folder: Path, plan: dict[str, str], epochs: int, options: dict[str, Any
             def step(x: Any, y: Any) -> None:
                 strategy.run(replica_step, args=(x, y))
 
-            for numbers, x, y in job.steps(dataset(), epochs=epochs):
+            for numbers, x, y in job.steps(data, epochs=epochs):
                 mine = [int(i) for part in strategy.experimental_local_results(numbers) for i in part]
                 about = [job.generation, job.workers, job.step, job.epoch, mine, time.time()]
                 history.write(json.dumps(about) + "\n")

@@ -93,10 +93,11 @@ def test_a_killed_worker_and_one_that_joins(tmp_path: Path) -> None:
     """Three workers; one is killed in mid-epoch, and a new one joins in the next.
 
     One survivor keeps an array of the old devices, so Python starts anew there; the other goes on in
-    the same process. All examples count once, and the weights are those of an undisturbed training.
+    the same process, as soon as the thread that reads its input has let go of another. All examples
+    count once, and the weights are those of an undisturbed training.
     """
     expected = undisturbed(2, tmp_path)
-    plan = {"1@3": "kill", "2@1": "keep", "0@9": "until stop", "2@9": "until stop"}
+    plan = {"1@3": "kill", "2@1": "keep", "0@9": "until stop", "2@9": "until stop", "0@input": "linger"}
     history = play(tmp_path, plan, "--workers", "2:3", "--restarts", "1")
     assert history.code == 0, history.said
     assert history.sizes() == {1: 3, 2: 2, 3: 3}, history.said

@@ -31,6 +31,9 @@ MOST_THREADS = 512
 _LOOK_SECONDS = 5.0
 """How often a thread without tasks looks whether its pool is still there."""
 
+_NAMES = ("phalanx-input", "px-")
+"""How the names of threads that read input begin."""
+
 _Tasks = queue.SimpleQueue["PendingCall[Any] | None"]
 
 
@@ -86,6 +89,11 @@ def forked() -> AbortedError:
         "The thread that reads input ahead is gone. A process that was forked must make iterators of "
         "its own."
     )
+
+
+def is_any_reading() -> bool:
+    """Whether a thread of an iterator is there, and may hold elements; also of one that was dropped."""
+    return any(thread.name.startswith(_NAMES) for thread in threading.enumerate())
 
 
 class ThreadPool:

@@ -15,12 +15,14 @@ import logging
 import os
 import sys
 import tempfile
+import time
 from typing import NoReturn
 
 import jax
 import numpy as np
 
 from phalanx.collectives.groups import leave_world
+from phalanx.data.run.thread_pool import is_any_reading
 from phalanx.execution.throttle import THROTTLE
 from phalanx.job import jax_distributed
 from phalanx.job.connection import leave_job
@@ -38,6 +40,8 @@ _log = logging.getLogger("phalanx")
 
 _SWITCH = "PHALANX_ELASTIC_RESTART"
 _SHOWN = 3
+_PATIENCE = 2.0  # seconds that threads may take to come back when a generation is over
+_LOOK_EVERY = 0.02  # seconds
 
 
 def can_stay() -> str:
@@ -46,6 +50,18 @@ def can_stay() -> str:
         return f"{_SWITCH} says so"
     if jax.default_backend() != "cpu":
         return f"devices of type {jax.default_backend()} do not begin anew"
+    end = time.monotonic() + _PATIENCE
+    while True:
+        why = _left_of_devices()
+        # The thread of an iterator that was dropped may be in the middle of an element.
+        is_final = not why or not (is_any_left() or is_any_reading())
+        if is_final or time.monotonic() >= end:
+            return why
+        time.sleep(_LOOK_EVERY)
+
+
+def _left_of_devices() -> str:
+    """What is left of the old devices at this moment; empty if nothing is."""
     if is_any_left():
         return "a program between workers has not come back"
     THROTTLE.forget()
