@@ -18,9 +18,12 @@ BATCH = 12
 
 
 class Session:
-    """A model, an optimizer, a metric and an input, with a checkpoint of all of them."""
+    """A model, an optimizer, a metric and an input, with a checkpoint of all of them.
 
-    def __init__(self, over: px.Strategy, shard: str | None = None) -> None:
+    An optimizer that is not built makes its variables in the first step.
+    """
+
+    def __init__(self, over: px.Strategy, shard: str | None = None, is_built: bool = True) -> None:
         self.over = over
         sharding = None if shard is None else px.train.OptimizerSharding(shard, threshold=0)
         with over.scope():
@@ -28,7 +31,8 @@ class Session:
             self.b = px.Variable(lambda: jnp.zeros(4), name="b")
             self.c = px.Variable(lambda: jnp.ones(5), name="c")
             self.optimizer = px.train.Optimizer(optax.adam(0.1), shard=sharding)
-            self.optimizer.build([self.w, self.b, self.c])
+            if is_built:
+                self.optimizer.build([self.w, self.b, self.c])
             self.seen = px.train.Mean()
         dataset = px.data.Dataset.from_tensor_slices((X, Y)).shuffle(48, seed=1).batch(BATCH).repeat()
         self.input = iter(over.experimental_distribute_dataset(dataset))

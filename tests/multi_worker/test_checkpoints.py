@@ -81,6 +81,35 @@ def test_any_strategy_takes_the_checkpoints_of_any_other(
             np.testing.assert_allclose(losses, expected, rtol=1e-4, err_msg=str(level))
 
 
+@pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
+@pytest.mark.parametrize("level", [None, "parameters"])
+def test_values_wait_for_the_optimizers_of_workers(
+    level: str | None, cluster: px.testing.MultiProcess, tmp_path: Path
+) -> None:
+    """Also those of another strategy, and those that are saved again before the first step."""
+    saved, there, again = (str(tmp_path / name) for name in ("saved", "there", "again"))
+    expected = save(HERE["mirrored"](), saved)
+
+    def go_on() -> list[list[float]]:
+        save(in_worker(level), there)
+        found = []
+        for path, kept in ((saved, again), (there, None), (again, None)):
+            session = Session(strategy(), level, is_built=False)
+            status = session.checkpoint.restore(path)
+            assert {name.partition("/")[0] for name in status.unused} == {"optimizer"}
+            if kept is not None:
+                session.checkpoint.write(kept)
+            found.append(session.steps(10))
+            status.assert_consumed()
+        return found
+
+    for found in cluster.run(go_on):
+        np.testing.assert_allclose(found, [expected] * 3, rtol=1e-4)
+    session = Session(mirrored(2), level, is_built=False)
+    session.checkpoint.restore(there)
+    np.testing.assert_allclose(session.steps(10), expected, rtol=1e-4)
+
+
 @pytest.mark.soak
 def test_two_and_three_workers_take_the_checkpoints_of_each_other_and_of_all(tmp_path: Path) -> None:
     """Each of 1, 2 and 4 replicas, 2 and 3 workers, and levels of sharding, to each other."""

@@ -74,7 +74,7 @@ def check(folder: Path, told: int) -> int:
     newest = int(latest.rpartition("-")[2])
     assert newest >= told, "a checkpoint that was complete is lost"
     files.remove_leftovers(folder)
-    assert not list(folder.glob(".*.partial")), "what the dead process left is removed"
+    assert not list(folder.glob(".*")), "what the dead process left is removed"
     return max(int(path.name.rpartition("-")[2]) for path in folder.glob("ckpt-*"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import jax
@@ -28,6 +29,9 @@ def test_weights_go_out_and_come_back(tmp_path: Path) -> None:
         "key": jax.random.key(0),
     }
     path = str(tmp_path / "sub" / "model.safetensors")
+    left = f".model.safetensors@{socket.gethostname()}@999999999@ab.partial"  # of a dead process
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / left).touch()
     names = px.train.export_weights(path, model, metadata={"made by": "a test"})
     assert names == ["layers.0.w", "layers.0.half", "layers.1.0"]
     there = safetensors.numpy.load_file(path)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
-import secrets
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ from phalanx.errors import (
 )
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import array_text, shown
-from phalanx.train.checkpoints.files import checksum_of
+from phalanx.train.checkpoints.files import checksum_of, partial_of, remove_leftovers
 from phalanx.train.checkpoints.state import path_of
 from phalanx.train.checkpoints.trackables import found, replaced
 
@@ -73,7 +73,8 @@ def export_weights(path: str, objects: Any, metadata: Mapping[str, str] | None =
     if max(ranks, default=0) == 0:
         target = path_of(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        remove_leftovers(target.parent, glob.escape(target.name))
+        fresh = partial_of(target)
         try:
             checksums = {name: checksum_of(array) for name, array in arrays.items()}
             about = {"format": "np", **(metadata or {}), _CHECKSUMS: json.dumps(checksums)}

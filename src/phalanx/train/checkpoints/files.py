@@ -140,10 +140,15 @@ class ArrayEntry:
 def begin(path: Path) -> Path:
     """Make the directory in which a checkpoint is written before it gets its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    mark = f"{socket.gethostname()}@{os.getpid()}@{secrets.token_hex(4)}"
-    partial = path.parent / f".{path.name}@{mark}{_PARTIAL}"
+    partial = partial_of(path)
     partial.mkdir()
     return partial
+
+
+def partial_of(path: Path) -> Path:
+    """What a file or a directory is called before it is complete; tells which process writes it."""
+    mark = f"{socket.gethostname()}@{os.getpid()}@{secrets.token_hex(4)}"
+    return path.with_name(f".{path.name}@{mark}{_PARTIAL}")
 
 
 def write_part(
@@ -329,15 +334,22 @@ def remove(path: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what processes of this machine began to write and died over."""
+def remove_leftovers(folder: Path, name: str = "*") -> None:
+    """Remove what processes of this machine began to write, under a name, and died over."""
     own = socket.gethostname()
-    for path in folder.glob(f".*{_PARTIAL}"):
+    for path in folder.glob(f".{name}@*{_PARTIAL}"):
         *_, host, pid, _ = ("", "", *path.name.split("@"))
         if host == own and pid.isdigit() and not is_alive(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_at_once(path)
     for path in folder.glob(".*.removed"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_at_once(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 # -- reading ---------------------------------------------------------------------------------------

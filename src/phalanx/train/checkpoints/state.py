@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime.formatting import shown
-from phalanx.train.checkpoints.files import is_checkpoint
+from phalanx.train.checkpoints.files import is_checkpoint, partial_of
 
 __all__ = ["DirectoryState", "latest_checkpoint", "path_of", "read_state", "update_state"]
 
@@ -99,12 +98,15 @@ def update_state(folder: Path, state: DirectoryState) -> None:
     if state.preserved_until is not None:
         lines.append(f"last_preserved_timestamp: {state.preserved_until!r}")
     text = "\n".join([*lines, ""])
-    fresh = folder / f".{_STATE}.{secrets.token_hex(4)}"
-    with open(fresh, "w") as file:
-        file.write(f"# crc32: {zlib.crc32(text.encode())}\n{text}")
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(folder / _STATE)
+    fresh = partial_of(folder / _STATE)
+    try:
+        with open(fresh, "w") as file:
+            file.write(f"# crc32: {zlib.crc32(text.encode())}\n{text}")
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(folder / _STATE)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def latest_checkpoint(checkpoint_dir: str, latest_filename: str | None = None) -> str | None:
