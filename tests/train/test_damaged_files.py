@@ -165,5 +165,31 @@ def test_the_last_good_one_stays_when_newer_ones_are_damaged(tmp_path: Path) -> 
     assert manager().restore_or_initialize() == str(tmp_path / "ckpt-10")
     v.assign(3)
     again.save(checkpoint_number=25)
+    assert sorted(x.name for x in tmp_path.glob("ckpt-*")) == ["ckpt-10", "ckpt-25"]
     assert manager().restore_or_initialize() == str(tmp_path / "ckpt-25")
     assert int(v) == 3
+
+
+def test_a_checkpoint_without_its_index_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    v, begun = px.Variable(0), []
+
+    def manager() -> px.train.CheckpointManager:
+        checkpoint = px.train.Checkpoint(v=v)
+        return px.train.CheckpointManager(checkpoint, str(tmp_path), 2, init_fn=lambda: begun.append(1))
+
+    first = manager()
+    for _ in range(2):
+        first.save()
+    (tmp_path / "ckpt-2" / "index.json").unlink()
+    assert manager().restore_or_initialize() == str(tmp_path / "ckpt-1")
+    assert "ckpt-2 is damaged and is not restored: it has no index" in caplog.text
+    (tmp_path / "ckpt-1" / "index.json").unlink()
+    with pytest.raises(px.errors.DataLossError, match=r"no whole checkpoint.*ckpt-2.*no index"):
+        manager().restore_or_initialize()
+    assert not begun
+    for left in tmp_path.glob("ckpt-*"):
+        shutil.rmtree(left)
+    assert manager().restore_or_initialize() is None
+    assert begun

@@ -121,6 +121,12 @@ class CheckpointManager:
         }
         pairs |= {newer[number]: self._time_of(newer[number]) for number in sorted(newer)}
         there = tuple((name, t) for name, t in pairs.items() if is_checkpoint(self._folder / name))
+        # No save leaves such a directory behind.
+        self._without_index = [
+            str(self._folder / name)
+            for name in pairs
+            if (self._folder / name).is_dir() and not is_checkpoint(self._folder / name)
+        ]
         if self._retention.hours is None or state.preserved_until is None:
             return Kept(there, (), self._clock())
         until = state.preserved_until
@@ -222,16 +228,26 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint, or call `init_fn` if there is none; returns its path.
 
-        If the newest one is damaged, the one before it is restored, with a warning, and so on.
+        If the newest one is damaged, the one before it is restored, with a warning, and so on. If none
+        is whole, that is an error: a training does not begin from nothing unnoticed.
         """
         current = list(self._kept.current)
+        for path in self._without_index:
+            _log.warning("%s is damaged and is not restored: it has no index.", path)
+        if self._without_index and not current:
+            raise DataLossError(
+                "There is no whole checkpoint to restore. To begin anew, remove what is left. "
+                f"Received: {shown(self._without_index[-1])}, which has no index"
+            )
         while current:
-            path = str(self._folder / current.pop()[0])
+            newest = current.pop()
+            path = str(self._folder / newest[0])
             try:
                 status = self._checkpoint.restore(path)
             except (DataLossError, NotFoundError) as error:
                 if not current:
                     raise
+                self._kept = self._kept.with_first(newest)  # it goes before those that are whole
                 _log.warning("%s is not restored, but the checkpoint before it: %s", path, error)
                 continue
             self._last_step = None if self._counter is None else int(self._counter)

@@ -27,6 +27,11 @@ class Kept:
     preserved: Times = ()
     preserved_until: float = 0.0
 
+    def with_first(self, one: tuple[str, float]) -> Kept:
+        """The same with one of the current checkpoints as the oldest, so that it goes first."""
+        current = (one, *(each for each in self.current if each != one))
+        return Kept(current, self.preserved, self.preserved_until)
+
 
 @dataclass(frozen=True)
 class Retention:
