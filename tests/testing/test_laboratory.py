@@ -233,6 +233,11 @@ OTHER = {"w": {"shape": [1], "checksum": 6, "sums": [2.1, 2.1, 2.1]}}
             "restored different checkpoints",
         ),
         (JobHistory((), (ended(checkpoints={"a": "too short"}),)), None, "a is not whole: too short"),
+        (
+            restarted(at_path(6.0, "restored", "a"), launcher=[NAMED, ended(checkpoints={})]),
+            UNDISTURBED,
+            "a was complete, and is gone at the end",
+        ),
         (JobHistory((), (ended(orphans=[7]),)), None, "process 7 is left"),
         (JobHistory((), (ended(listening=["h:1"]),)), None, "listens at h:1"),
         (JobHistory((), (ended(left=["x.partial"]),)), None, "x.partial is left"),
@@ -251,6 +256,19 @@ OTHER = {"w": {"shape": [1], "checksum": 6, "sums": [2.1, 2.1, 2.1]}}
 def test_each_checker_can_fail(history: JobHistory, undisturbed: JobHistory | None, words: str) -> None:
     found = faults.job_violations(history, undisturbed)
     assert any(re.search(words, problem) for problem in found), found
+
+
+def test_a_checkpoint_that_was_removed_is_not_lost() -> None:
+    """By its manager, or by the program, which removes it also if nothing goes wrong."""
+    end = [NAMED, ended(checkpoints={})]
+    back = at_path(6.0, "restore", "a"), at_path(6.5, "restored", "a"), applied(7.0, 3), applied(8.0, 4)
+    by_manager = restarted(*back, (9.0, "removed", {"path": "a"}), launcher=end)
+    assert faults.job_violations(by_manager, UNDISTURBED) == []
+    undisturbed = JobHistory(
+        (life(0, 0, applied(1.0, 1, 2, 3, 4), at_path(2.0, "committed", "b")),),
+        (ended(checkpoints={}),),
+    )
+    assert faults.job_violations(restarted(*back, launcher=end), undisturbed) == []
 
 
 # -- real processes ---------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def job_violations(
     return [
         *ended_well(history),
         *examples_once(history, undisturbed),
-        *checkpoints_kept(history),
+        *checkpoints_kept(history, undisturbed),
         *(same_state(history, undisturbed) if undisturbed is not None else ()),
         *job_failures_named(history, deadline),
         *nothing_left(history),
@@ -76,8 +76,12 @@ def examples_once(history: JobHistory, undisturbed: JobHistory | None = None) ->
             yield f"examples count {what}: {', '.join(shown)}{more}"
 
 
-def checkpoints_kept(history: JobHistory) -> Iterator[str]:
-    """A complete checkpoint is neither lost nor mixed up with another one, and damage is found."""
+def checkpoints_kept(history: JobHistory, undisturbed: JobHistory | None = None) -> Iterator[str]:
+    """A complete checkpoint is neither lost nor mixed up with another one, and damage is found.
+
+    One that is gone at the end, and was not removed by its manager, is lost, unless the program removes
+    checkpoints itself, as the undisturbed job shows.
+    """
     if history.is_elastic:  # there, a generation restores only if none has the state in memory
         yield from _newest_restored_by_generations(history)
     else:
@@ -86,6 +90,19 @@ def checkpoints_kept(history: JobHistory) -> Iterator[str]:
     for path, problem in history.end.get("checkpoints", {}).items():
         if problem and path not in damaged:
             yield f"the checkpoint {path} is not whole: {problem}"
+    if undisturbed is None or not _gone(undisturbed):
+        for path in _gone(history):
+            yield f"the checkpoint {path} was complete, and is gone at the end"
+
+
+def _gone(history: JobHistory) -> list[str]:
+    """The checkpoints that were complete, are not there at the end, and were not removed."""
+    there = history.end.get("checkpoints")
+    if there is None:
+        return []
+    removed = {event["path"] for _, event in history.all("removed")}
+    complete = dict.fromkeys(str(event["path"]) for _, event in history.all("committed"))
+    return [path for path in complete if path not in removed and path not in there]
 
 
 def _newest_restored(history: JobHistory) -> Iterator[str]:
