@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.execution.throttle import token
+from phalanx.parallel.applying import with_branches_apart
 from phalanx.parallel.arrays_of import OtherResults
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import Cuts, batch_spec, names_of, specs_on
@@ -109,6 +110,8 @@ def whole(
     is_given = task.options.parallel_mode == "semi_auto_parallel"
     if is_given and not task.options.enable_alltoall:  # a plan has its own routes
         function = without_all_to_all(_with_results(function, mesh, known, kept), mesh, specs)
+    else:
+        function = with_branches_apart(function)
 
     def traced(*args: Any) -> Any:
         with in_run(run):

@@ -180,6 +180,7 @@ class Substitution(VariableTrace):
         parent: the program around the differentiation, if there is one.
         taps: what tells the derivatives with respect to variables of other processes. Their values are
             not replaced, because perhaps only some rows are read.
+        keeps_writes: whether writes stay in `written`, for whoever differentiates code that JAX stages.
     """
 
     def __init__(
@@ -187,15 +188,19 @@ class Substitution(VariableTrace):
         held: Mapping[Any, Any],
         parent: VariableTrace | None,
         taps: Mapping[Any, GradientTap] | None = None,
+        keeps_writes: bool = False,
     ) -> None:
         super().__init__(held)
         self.parent = parent
         self.has_written = False
+        self._keeps_writes = keeps_writes
         self.device = None if parent is None else parent.device
         self.taps = dict(taps or {})
 
     def held(self, variable: Any) -> Any:
         """The replacement, until the variable is written; else what it holds anyway."""
+        if variable in self.written:
+            return self.written[variable]
         if variable in self._held:
             return self._held[variable]
         if variable in self.taps:
@@ -222,7 +227,12 @@ class Substitution(VariableTrace):
         return [] if self.parent is None else self.parent.known()
 
     def set(self, variable: Any, value: Any) -> None:
-        """Write through; later reads see what was written."""
+        """Write through, or keep it; later reads see what was written."""
+        if self._keeps_writes:
+            self._check_level(variable)
+            self.written[variable] = jax.tree.map(jax.lax.stop_gradient, value)
+            _forget_staged_code()
+            return
         if self.parent is not None:
             self.parent.set(variable, value)
         else:
@@ -231,6 +241,13 @@ class Substitution(VariableTrace):
         self.forget(variable)
         self.has_written = True
         _forget_staged_code()
+
+    def write_kept(self, values: Sequence[Any]) -> None:
+        """Write through what was kept, now that its values are known outside of staged code."""
+        variables, self._keeps_writes = list(self.written), False
+        self.written.clear()
+        for variable, value in zip(variables, values, strict=True):
+            self.set(variable, value)
 
     def record(self, variable: Any, change: Any, after: Callable[[Any], Any]) -> None:
         """Change it where it is; later reads see it."""
