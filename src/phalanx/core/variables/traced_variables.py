@@ -180,7 +180,7 @@ class Substitution(VariableTrace):
         parent: the program around the differentiation, if there is one.
         taps: what tells the derivatives with respect to variables of other processes. Their values are
             not replaced, because perhaps only some rows are read.
-        keeps_writes: whether writes stay in `written`, for whoever differentiates code that JAX stages.
+        keeps_writes: whether writes stay in `written`, because JAX stages the code that writes.
     """
 
     def __init__(
