@@ -261,6 +261,17 @@ def test_sums_of_steps_in_32_bits(options: Any, wide: int) -> None:
     assert sum("-> tensor<16x16xf32>" in line for line in products) == wide
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_sums_of_steps_are_packed_or_not(is_open: bool) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return jnp.sum(x @ w.value(), axis=0), jnp.sum(w * w), jnp.sum(jnp.sin(w * 2))
+
+    options = {"parameter_plan": {"w": (4, 1)}, "comm_fusion": {"openstate": is_open}}
+    program, _ = compiled_step(step, jnp.ones((16, 16)), **options)
+    text = program.lower(jnp.ones((16, 16))).compile().as_text()
+    assert (text.count(" all-reduce(") == 1) == is_open
+
+
 def test_gradients_of_variables_are_those_that_options_ask_for(tmp_path: Any) -> None:
     def step(w: Any, x: Any) -> Any:
         return px.values_and_grads(lambda: (jnp.sum(x @ w), jnp.sum(w * 2)), [[w], [w]])()[1]

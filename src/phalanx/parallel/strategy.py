@@ -14,13 +14,14 @@ from jax.tree_util import keystr, tree_map_with_path
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.core import context as ctx
 from phalanx.core.strategy import Strategy
-from phalanx.core.variables.traced_variables import in_program, rewrite_program
+from phalanx.core.variables.traced_variables import compile_with, in_program, rewrite_program
 from phalanx.core.variables.variable import Variable
 from phalanx.core.variables.variable_spec import InitialValue, VariableSpec
 from phalanx.errors import ContextError, InvalidOptionsError, InvalidValueError
 from phalanx.execution.eager import run_replicas
 from phalanx.execution.gradients import gradients_by
 from phalanx.parallel import layout_files
+from phalanx.parallel.communication import compiler_options
 from phalanx.parallel.context import current_options, options_in_force
 from phalanx.parallel.hardware import Hardware
 from phalanx.parallel.laid_out_extended import LaidOutExtended
@@ -203,6 +204,7 @@ class AutoParallelExtended(LaidOutExtended):
                 f"Received: an eager run of {shown(fn)}"
             )
         self._write_files()
+        compile_with(compiler_options(options, self._mesh.devices.flat[0].platform))
         rewrite_program(id(self), rewriting(options, self._mesh))
         with in_run(self._present_run()), options_in_force(options), gradients_by(StepGradients()):
             devices = self._replica_devices

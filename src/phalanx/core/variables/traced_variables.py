@@ -45,6 +45,8 @@ class VariableTrace:
         """What to call on the host after each run of the program, with the number of its steps."""
         self.rewrites: dict[Any, Callable[[Any, Sequence[Any]], Any]] = {}
         """What strategies make of the traced program before it is compiled; see `rewrite_program`."""
+        self.compiler_options: dict[str, Any] = {}
+        """What the compiler is told; see `compile_with`."""
         self.spans_workers = False
         """Whether replicas of other processes take part in it."""
         self.seconds: float | None = None
@@ -350,6 +352,13 @@ def rewrite_program(key: Any, rewrite: Callable[[Any, Sequence[Any]], Any]) -> N
     traced = next((x for x in enclosing() if not isinstance(x, Substitution)), None)
     if traced is not None:
         traced.rewrites.setdefault(key, rewrite)
+
+
+def compile_with(options: Mapping[str, Any] | None) -> None:
+    """Give options to the compiler of the program that is being traced; do nothing if none is."""
+    traced = next((x for x in enclosing() if not isinstance(x, Substitution)), None)
+    if traced is not None and options:
+        traced.compiler_options.update(options)
 
 
 def after_each_run(fn: Callable[[int], None]) -> None:
