@@ -188,6 +188,41 @@ def test_gradient_fp32_sync() -> None:
         assert wide_products(net.lower(wide, x).as_text()) == sync
 
 
+def in_loop(w: Any, x: Any) -> Any:
+    return jnp.sum(jax.lax.fori_loop(0, 2, lambda _, c: jnp.tanh(c @ w), x))
+
+
+def in_layers(w: Any, x: Any) -> Any:
+    return jnp.sum(jax.lax.scan(lambda c, v: (jnp.tanh(c @ v), None), x, jnp.stack([w, w]))[0])
+
+
+def in_block(w: Any, x: Any) -> Any:
+    return jnp.sum(jax.checkpoint(lambda w: jnp.tanh(x @ w) @ w)(w))
+
+
+def in_branch(w: Any, x: Any) -> Any:
+    return jax.lax.cond(x[0, 0] > 0, lambda w: jnp.sum(x @ w), lambda w: jnp.sum(x @ w @ w), w)
+
+
+@pytest.mark.parametrize(
+    ("loss", "count"), [(in_loop, 1), (in_layers, 1), (in_block, 2), (in_branch, 3)], ids=str
+)
+def test_gradient_fp32_sync_inside_functions(loss: Any, count: int) -> None:
+    """In the rounds of loops, in blocks that are computed again, and in branches."""
+    w, x = jnp.ones((8, 8), jnp.bfloat16) / 8, jnp.ones((16, 8), jnp.bfloat16)
+    where: Any = {"parallel_mode": "semi_auto_parallel", "devices": jax.devices()[:2]}
+    run = value_and_grad(loss)
+    for sync in (True, False):
+        program = parallelize(run, (w, x), gradient_fp32_sync=sync, **where)
+        lines = program.lower(w, x).as_text().splitlines()
+        products = [line for line in lines if "dot_general" in line]
+        assert sum("-> tensor<8x8xf32>" in line for line in products) == count * sync
+        value, gradient = program(w, x)
+        assert gradient.dtype == jnp.bfloat16
+        np.testing.assert_allclose(value, run(w, x)[0], rtol=0.02)
+        np.testing.assert_allclose(np.float32(gradient), np.float32(run(w, x)[1]), rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("mode", "factor"), [("data_parallel", 1), ("semi_auto_parallel", 4), ("auto_parallel", 4)]
 )

@@ -35,8 +35,9 @@ from phalanx.errors import (
 )
 from phalanx.execution.throttle import MAX_IN_FLIGHT, THROTTLE
 from phalanx.parallel import Layout, Plan, parallelize, parallelizing, shard, value_and_grad
+from phalanx.parallel.communication import compiler_options
 from phalanx.parallel.context import options_in_force
-from phalanx.parallel.options import ParallelOptions
+from phalanx.parallel.options import ParallelOptions, changed
 
 PARAMS = mlp_parameters()
 BATCHES = [batch(24, seed=1), batch(24, seed=2), batch(10, seed=3)]
@@ -138,8 +139,53 @@ def test_options_say_which_gradients_travel_together(options: Any, count: int) -
         devices=jax.devices()[:2],
         **options,
     )
-    text = program.lower(state_of(PARAMS), *BATCHES[0]).as_text()
-    assert text.count("stablehlo.all_reduce") == count
+    lowered = program.lower(state_of(PARAMS), *BATCHES[0])
+    assert lowered.as_text().count("stablehlo.all_reduce") == count
+    assert lowered.compile().as_text().count(" all-reduce(") == count  # XLA leaves them so
+    inside = jax.jit(program)(state_of(PARAMS), *BATCHES[0])  # where it has no options of its own
+    check_close(inside, program(state_of(PARAMS), *BATCHES[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 1),
+        ({"comm_fusion": {"openstate": False}}, 4),
+        ({"comm_fusion": {"allgather": {"mode": "size", "config": 1}}}, 1),
+        ({"all_reduce_fusion_config": [1]}, 4),
+    ],
+    ids=str,
+)
+def test_options_say_whether_xla_packs_sums(options: Any, count: int) -> None:
+    """In a mode in which XLA makes the packs; its CPU compiler packs all or nothing."""
+    where: Any = {"parallel_mode": "semi_auto_parallel", "devices": jax.devices()[:2]}
+    args = state_of(PARAMS), *BATCHES[0]
+    compiled = parallelize(step, args, **where, **options).lower(*args).compile().as_text()
+    assert compiled.count(" all-reduce(") == count
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        (
+            {"comm_fusion": {"openstate": False}},
+            {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0},
+        ),
+        ({"comm_fusion": {"allgather": {"mode": "size", "config": 2}}}, {"all_gather": 2 << 20}),
+        ({"all_reduce_fusion_config": [1]}, {"all_reduce": 0}),
+    ],
+    ids=str,
+)
+def test_gpus_pack_by_size(options: Any, expected: Any) -> None:
+    """By the names that XLA has for it, which it checks on every machine."""
+    wanted = changed(ParallelOptions(), {"parallel_mode": "auto_parallel", **options})
+    found = compiler_options(wanted, "gpu")
+    names = expected and {f"xla_gpu_{k}_combine_threshold_bytes": n for k, n in expected.items()}
+    assert found == names
+    if found:
+        assert float(jax.jit(lambda x: x + 1, compiler_options=found)(1.0)) == 2
+        assert compiler_options(wanted, "tpu") == {}
 
 
 def test_a_step_with_local_gradients_is_refused() -> None:

@@ -18,8 +18,9 @@ from tests.parameter_server.jobs import Job
 
 import phalanx as px
 from phalanx.errors import ContextError, InvalidOptionsError, InvalidValueError
-from phalanx.parallel import Layout, laid_out_variable, shard, value_and_grad
+from phalanx.parallel import Layout, laid_out_variable, shard, step_options, value_and_grad
 from phalanx.parallel.storing import made_in_parts
+from phalanx.parallel.wide_sums import with_wide_results
 
 RANDOM = np.random.default_rng(0)
 ROWS, LABELS = (RANDOM.normal(size=(21, n)).astype(np.float32) for n in (6, 4))
@@ -260,6 +261,17 @@ def test_sums_of_steps_in_32_bits(options: Any, wide: int) -> None:
     assert sum("-> tensor<16x16xf32>" in line for line in products) == wide
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_sums_of_steps_are_packed_or_not(is_open: bool) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return jnp.sum(x @ w.value(), axis=0), jnp.sum(w * w), jnp.sum(jnp.sin(w * 2))
+
+    options = {"parameter_plan": {"w": (4, 1)}, "comm_fusion": {"openstate": is_open}}
+    program, _ = compiled_step(step, jnp.ones((16, 16)), **options)
+    text = program.lower(jnp.ones((16, 16))).compile().as_text()
+    assert (text.count(" all-reduce(") == 1) == is_open
+
+
 def test_gradients_of_variables_are_those_that_options_ask_for(tmp_path: Any) -> None:
     def step(w: Any, x: Any) -> Any:
         return px.values_and_grads(lambda: (jnp.sum(x @ w), jnp.sum(w * 2)), [[w], [w]])()[1]
@@ -273,8 +285,12 @@ def test_gradients_of_variables_are_those_that_options_ask_for(tmp_path: Any) ->
     assert {lines[0], float(lines[1]), float(lines[3])} == {"w", 64.0 * 8, 8.0 * 8}  # of its columns
 
 
-def test_levels_cut_and_gather_what_a_step_differentiates() -> None:
+@pytest.mark.parametrize("of_variables", [False, True])
+def test_levels_cut_and_gather_what_a_step_differentiates(of_variables: bool) -> None:
     def step(w: Any, x: Any) -> Any:
+        if of_variables:
+            value, found = px.value_and_grad(lambda: jnp.sum(jnp.tanh(x @ w) ** 2), {"w": w})()
+            return value, found
         return value_and_grad(lambda p, x: jnp.sum(jnp.tanh(x @ p["w"]) ** 2))({"w": w.value()}, x)
 
     x = jnp.ones((16, 16)) / 16
@@ -292,6 +308,98 @@ def test_levels_cut_and_gather_what_a_step_differentiates() -> None:
         assert level == "level1" or gradient["w"].sharding.shard_shape((16, 16)) == (4, 16)
         gathers[level] = program.lower(x).as_text().count("sdy.sharding_constraint")
     assert gathers["level1"] < gathers["level2"] < gathers["level3"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_losses_of_level3_write_variables(compiled: bool) -> None:
+    """The loss is staged for its gradient, and so cannot write by itself."""
+    config = {"parallel_optimizer_threshold": 0, "optimizer_level": "level3"}
+    strategy = px.AutoParallelStrategy(
+        devices=["CPU:0", "CPU:1"], enable_parallel_optimizer=True, parallel_optimizer_config=config
+    )
+    with strategy.scope():
+        w = px.Variable(lambda: jnp.ones((4, 2)), name="w")
+        seen = px.Variable(0.0, trainable=False)
+
+    def loss(x: Any) -> Any:
+        y = x @ w
+        seen.assign_add(jnp.mean(y))
+        return jnp.sum(y) * seen, "aux" if not compiled else y[0, 0]
+
+    def step(x: Any) -> Any:
+        one = px.value_and_grad(loss, [w], has_aux=True)(x)
+        several = px.values_and_grads(lambda: (loss(x)[0], jnp.sum(w * w)), [[w], [w]])()
+        return one, several
+
+    run = px.function(lambda x: strategy.run(step, (x,))) if compiled else strategy.run
+    args = jnp.ones((2, 4)) if compiled else (jnp.ones((2, 4)),)
+    for count in (0, 2):
+        ((value, aux), (gradient,)), ((_, squares), ((first,), (second,))) = (
+            run(args) if compiled else run(step, args)
+        )
+        assert float(value) == 16 * 4 * (count + 1)
+        assert aux == "aux" or float(aux) == 4
+        check_close(
+            (gradient[0, 0], first[0, 0], second[0, 0]), (8.0 * (count + 1), 8.0 * (count + 2), 2)
+        )
+        assert float(squares) == 8
+        assert float(seen) == 4 * (count + 2)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_gradients_of_eager_steps_are_summed_in_32_bits(
+    sync: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+
+    def watched(pull: Any) -> Any:
+        wide = with_wide_results(pull)
+        return lambda *given: texts.append(str(jax.make_jaxpr(wide)(*given))) or wide(*given)
+
+    monkeypatch.setattr(step_options, "with_wide_results", watched)
+    strategy = px.AutoParallelStrategy(devices=["CPU:0", "CPU:1"], gradient_fp32_sync=sync)
+    with strategy.scope():
+        w = px.Variable(lambda: jnp.ones((4, 2), jnp.bfloat16), name="w")
+
+    def step(x: Any) -> Any:
+        def loss() -> Any:
+            return jnp.sum(x @ w)
+
+        return px.grad(loss, w)(), px.values_and_grads(lambda: (loss(),), [w])()[1][0]
+
+    for gradient in strategy.run(step, (jnp.ones((2, 4), jnp.bfloat16),)):
+        assert gradient.dtype == jnp.bfloat16
+        assert gradient.tolist() == [[2, 2]] * 4
+    assert [text.count("preferred_element_type=float32") for text in texts] == [1, 1] * sync
+
+
+def test_eager_steps_lay_out_without_all_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would move from one dim to another is gathered first."""
+    layouts = []
+    constrain = jax.lax.with_sharding_constraint
+
+    def watched(x: Any, sharding: Any) -> Any:
+        layouts.append(sharding.spec)
+        return constrain(x, sharding)
+
+    monkeypatch.setattr(jax.lax, "with_sharding_constraint", watched)
+    for enabled in (False, True):
+        strategy = px.AutoParallelStrategy(
+            devices=jax.devices()[:2], parameter_plan={"w": (2, 1)}, enable_alltoall=enabled
+        )
+        with strategy.scope():
+            w = px.Variable(lambda: jnp.ones((4, 4)), name="w")
+        layouts.clear()
+        sine = shard(jnp.sin, ((1, 2),))
+        found = strategy.run(px.grad(lambda w=w, sine=sine: jnp.sum(sine(w.value())), w))
+        check_close(found, jnp.cos(jnp.ones((4, 4))))
+        assert [any(spec) for spec in layouts] == [False, True][enabled:]
+
+
+def test_options_that_cannot_act_on_eager_steps_are_refused() -> None:
+    strategy = px.AutoParallelStrategy(devices=["CPU:0", "CPU:1"], force_fp32_communication=True)
+    with pytest.raises(InvalidOptionsError, match=r"Run the step in px\.function"):
+        strategy.run(lambda: 0)
 
 
 @pytest.mark.parametrize("gradients_of", [px.value_and_grad, value_and_grad])

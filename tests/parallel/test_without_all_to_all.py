@@ -175,7 +175,9 @@ def test_layouts_are_followed_through_functions_with_derivatives_of_their_own() 
     check_close(program(*args), moved(*args))
 
 
-def test_branches_end_in_one_layout() -> None:
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_branches_may_end_in_different_layouts(mode: str, enabled: bool) -> None:
     """XLA refuses branches whose results are laid out in different ways."""
 
     def either(params: Any, x: Any) -> Any:
@@ -183,8 +185,9 @@ def test_branches_end_in_one_layout() -> None:
             lay_out = shard(jnp.copy, (LAYOUT(*axes),))
             return lambda c: lay_out(c @ params["w"][number])
 
-        return jax.lax.cond(jnp.sum(x) > 0, branch(0, "a", "b"), branch(1, "b", "a"), x)
+        return jnp.sum(jax.lax.cond(jnp.sum(x) > 0, branch(0, "a", "b"), branch(1, "b", "a"), x) ** 2)
 
     args = {"w": array(2, 8, 8)}, array(16, 8)
-    program = parallelize(either, args, mesh=LAYOUT.mesh(), parallel_mode="semi_auto_parallel")
-    check_close(program(*args), either(*args))
+    step = value_and_grad(either)
+    program = parallelize(step, args, mesh=LAYOUT.mesh(), parallel_mode=mode, enable_alltoall=enabled)
+    check_close(program(*args), step(*args))

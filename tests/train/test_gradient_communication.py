@@ -29,10 +29,11 @@ def program(
     dtype: Any = jnp.float32,
     sizes: tuple[int, ...] = tuple(SIZES),
     aggregate: str = "sum",
-) -> list[tuple[str, str]]:
+    counts: bool = False,
+) -> Any:
     """The collectives of a step with the types of their operands, before XLA merges any.
 
-    It also checks the step's numbers.
+    With `counts`, the number of sums that XLA leaves. It also checks the step's numbers.
     """
     strategy = two()
     with strategy.scope():
@@ -54,6 +55,8 @@ def program(
     for v in variables:
         expected = (np.arange(v.size) % 8) * (-3.0 if aggregate == "sum" else -1.5)
         np.testing.assert_array_equal(v.numpy().astype(np.float32), expected)
+    if counts:
+        return run.lower().compile().as_text().count(" all-reduce(")
     return _COLLECTIVE.findall(run.lower().as_text())
 
 
@@ -79,6 +82,15 @@ def test_fusion_of_sums() -> None:
     # As MindSpore has it: packs end after the gradients 1 and 3.
     assert lengths(program(fused("allreduce", "index", [1, 3]))) == [40_100, 250, 25]
     assert lengths(program(options(all_reduce_fusion_config=[0]))) == [40_000, 375]
+
+
+def test_xla_leaves_packs_as_they_are() -> None:
+    """Unless the strategy chose them."""
+    assert program(None, counts=True) == 1
+    assert program(
+        px.train.GradientCommunication.from_options({"openstate": False}), counts=True
+    ) == len(SIZES)
+    assert program(fused("allreduce", "index", [1, 3]), counts=True) == 3
 
 
 def test_fusion_of_slices() -> None:

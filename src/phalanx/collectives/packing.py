@@ -36,6 +36,18 @@ UNPACKED = Packing(num_packs=0)
 """Each tensor in a message of its own."""
 
 
+def leaving_packs(platform: str) -> dict[str, Any]:
+    """Options of the compiler with which XLA does not join the packs that a program has.
+
+    >>> leaving_packs("cpu")
+    {'xla_disable_hlo_passes': 'cpu-all-reduce-combiner'}
+    """
+    if platform == "cpu":
+        return {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+    kinds = ("all_reduce", "all_gather", "reduce_scatter") if platform == "gpu" else ()
+    return {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in kinds}
+
+
 def reduce_packed(
     xs: Sequence[Any],
     packing: Packing,

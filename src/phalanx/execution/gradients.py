@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,25 @@ from phalanx.execution.regathering import gathers_again, is_gathered_again, stan
 from phalanx.execution.taps import Tap
 from phalanx.runtime.formatting import shown
 
-FinishesGradients = Callable[[Sequence[Variable], Sequence[Any]], Sequence[Any]]
+Loss = Callable[[list[Any], Any], Any]
+"""A function of the values of variables, and of something else."""
 
-_finishing: contextvars.ContextVar[FinishesGradients | None] = contextvars.ContextVar(
-    "finishing gradients", default=None
+
+class GradientRules(Protocol):
+    """What a strategy makes of the gradients of variables in its steps."""
+
+    def staged(self, function: Loss, variables: Sequence[Variable]) -> Loss | None:
+        """The function that is differentiated instead, in which JAX stages the given one; or None."""
+
+    def pulled(self, pull: Callable[..., Any], variables: Sequence[Variable]) -> Callable[..., Any]:
+        """What computes the gradients, after the function has run eagerly."""
+
+    def finished(self, variables: Sequence[Variable], gradients: Sequence[Any]) -> Sequence[Any]:
+        """What steps get of the gradients."""
+
+
+_rules: contextvars.ContextVar[GradientRules | None] = contextvars.ContextVar(
+    "gradient rules", default=None
 )
 
 
@@ -75,16 +90,20 @@ def value_and_grad(
         def of_values(values: list[Any], probe: Any) -> Any:
             held = {v: _as_held(v, x) for v, x in zip(here, values, strict=True)}
             taps.update((v, Tap(v, probe)) for v in elsewhere)
-            made.append(traced_variables.Substitution(held, parent, taps))
+            made.append(traced_variables.Substitution(held, parent, taps, again is not None))
             with traced_variables.recording(made[-1]):
-                return fn(*args, **kwargs)
+                result = fn(*args, **kwargs)
+            return result if again is None else _with_written(result, has_aux, made[-1])
 
+        again = _staged(of_values, here)
         values = [stand_in(v) if is_gathered_again(v) else jnp.asarray(v.value()) for v in here]
         arguments = (0, 1) if elsewhere else 0
-        both = jax.value_and_grad(gathers_again(of_values, here), arguments, has_aux=has_aux)
+        both = _value_and_grad(again or of_values, here, arguments, has_aux or again is not None)
         result, found = traced_variables.tracing(
             lambda: both(values, jnp.float32(0)), lambda: not made[-1].has_written
         )
+        if again is not None:
+            result = _written_now(result, has_aux, made[-1])
         gradients = iter(_finished(here, found[0] if elsewhere else found))
         return result, jax.tree.map(
             lambda v: next(gradients) if v.home is None else taps[v].gradient(), variables
@@ -94,18 +113,55 @@ def value_and_grad(
 
 
 @contextlib.contextmanager
-def finishing_gradients(finish: FinishesGradients) -> Iterator[None]:
-    """Let `finish` make what steps get of the gradients of variables."""
-    before = _finishing.set(finish)
+def gradients_by(rules: GradientRules) -> Iterator[None]:
+    """Let a strategy's rules make the gradients of variables."""
+    token = _rules.set(rules)
     try:
         yield
     finally:
-        _finishing.reset(before)
+        _rules.reset(token)
 
 
 def _finished(variables: Sequence[Variable], gradients: Sequence[Any]) -> Sequence[Any]:
-    finish = _finishing.get()
-    return gradients if finish is None else finish(variables, gradients)
+    rules = _rules.get()
+    return gradients if rules is None else rules.finished(variables, gradients)
+
+
+def _staged(function: Loss, variables: Sequence[Variable]) -> Loss | None:
+    """The function with its parameters gathered again for the gradient; None if none are."""
+    if any(map(is_gathered_again, variables)):
+        return gathers_again(function, variables)
+    rules = _rules.get()
+    return None if rules is None else rules.staged(function, variables)
+
+
+def _with_written(result: Any, has_aux: bool, made: traced_variables.Substitution) -> Any:
+    """What staged code returns: also what it has written, because it cannot write from there."""
+    value, aux = result if has_aux else (result, None)
+    return value, (aux, list(made.written.values()))
+
+
+def _written_now(result: Any, has_aux: bool, made: traced_variables.Substitution) -> Any:
+    value, (aux, written) = result
+    made.write_kept(written)
+    return (value, aux) if has_aux else value
+
+
+def _value_and_grad(function: Loss, variables: Sequence[Variable], argnums: Any, has_aux: bool) -> Any:
+    rules = _rules.get()
+    usual = jax.value_and_grad(function, argnums, has_aux=has_aux)
+    if rules is None or argnums != 0 or traced_variables.in_program():
+        return usual
+
+    def eagerly(values: list[Any], probe: Any) -> Any:
+        vjp: Any = jax.vjp
+        value, pull, *aux = vjp(lambda given: function(given, probe), values, has_aux=has_aux)
+        if jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            return usual(values, probe)  # which says what is wrong
+        gradients = rules.pulled(pull, variables)(jnp.ones_like(value))[0]
+        return (value, *aux) if has_aux else value, gradients
+
+    return eagerly
 
 
 def _checked(fn: Any, variables: Any) -> list[Variable]:
@@ -169,29 +225,29 @@ def values_and_grads(
 
         def of_values(values: list[Any], _: Any) -> Any:
             held = {v: _as_held(v, x) for v, x in zip(listed, values, strict=True)}
-            made.append(traced_variables.Substitution(held, parent, {}))
+            made.append(traced_variables.Substitution(held, parent, {}, again is not None))
             with traced_variables.recording(made[-1]):
                 result = fn(*args, **kwargs)
-                losses, *aux = result if has_aux else (result,)
-                return (_scalars(losses, len(nests)), *aux)
+                losses, aux = result if has_aux else (result, None)
+                return _with_written((_scalars(losses, len(nests)), aux), True, made[-1])
 
+        again = _staged(of_values, listed)
         values = [stand_in(v) if is_gathered_again(v) else jnp.asarray(v.value()) for v in listed]
-        again = gathers_again(of_values, listed)
+        rules = _rules.get()
 
         def both() -> tuple[Any, list[Any]]:
-            if has_aux:
-                losses, pull, aux = jax.vjp(lambda given: again(given, None), values, has_aux=True)
-                result = (losses, aux)
-            else:
-                (losses,), pull = jax.vjp(lambda given: again(given, None), values)
-                result = losses
+            function = again or of_values
+            losses, pull, rest = jax.vjp(lambda given: function(given, None), values, has_aux=True)
+            if rules is not None and not traced_variables.in_program():
+                pull = rules.pulled(pull, listed)
             found = []
             for i in range(len(nests)):
                 ones = tuple(jnp.full_like(x, 1.0 if i == j else 0.0) for j, x in enumerate(losses))
-                found.append(pull(ones if has_aux else (ones,))[0])
-            return result, found
+                found.append(pull(ones)[0])
+            return (losses, rest), found
 
         result, found = traced_variables.tracing(both, lambda: not made[-1].has_written)
+        result = _written_now(result, has_aux, made[-1])
         gradients = []
         for nest, each in zip(nests, found, strict=True):
             known = dict(zip(map(id, listed), _finished(listed, each), strict=True))

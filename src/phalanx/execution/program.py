@@ -104,8 +104,9 @@ class Program:
         for variable in new:
             variable._wrap = wrapper(variable)
         serial = next(_serials)
+        flags = used.compiler_options
         self._step, self._loop = (
-            Runner(code, alone.count(False), can_fail, self._shared_as(used, serial, loops))
+            Runner(code, alone.count(False), can_fail, self._shared_as(used, serial, loops), flags)
             for code, loops in ((program, False), (looped, True))
         )
         expect_model([*new, *old])

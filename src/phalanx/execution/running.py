@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ class Runner:
             they are. The others need a form of their own at once, which other programs can take.
         can_fail: whether it may fail after it has begun.
         shared: says what other workers must run too, given the arguments, if they take part in it.
+        compiler_options: for XLA.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class Runner:
         bundled: int,
         can_fail: bool,
         shared: Callable[[list[Any]], SharedProgram] | None,
+        compiler_options: Mapping[str, Any],
     ) -> None:
-        self.overwriting = jax.jit(program, donate_argnums=0)
-        self.keeping = jax.jit(program)
+        how: Any = {"compiler_options": dict(compiler_options)} if compiler_options else {}
+        self.overwriting = jax.jit(program, donate_argnums=0, **how)
+        self.keeping = jax.jit(program, **how)
         self.can_fail, self.shared = can_fail, shared
         self._bundled = bundled
         self._bundle: Bundle | None = None

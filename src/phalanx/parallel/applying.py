@@ -20,6 +20,8 @@ from phalanx.parallel.reading import CALLS, REMAT, read
 from phalanx.parallel.tracing import trace
 from phalanx.runtime import compat, program_parts
 
+__all__ = ["Interpreter", "apply", "with_branches_apart"]
+
 
 def apply(
     function: Callable[..., Any],
@@ -247,10 +249,57 @@ class Interpreter:
         def branch(number: int, inner: Any) -> Callable[..., list[Any]]:
             def run(*xs: Any) -> list[Any]:
                 outs = self._inner(inner, xs, (*place, "branch", number))
-                return [self.routed(x, (*place, "join", i), number) for i, x in enumerate(outs)]
+                outs = [self.routed(x, (*place, "join", i), number) for i, x in enumerate(outs)]
+                return [_apart(x) for x in outs] if is_laid_out else outs
 
             return run
 
+        is_laid_out = any(map(_has_layouts, compat.sub_jaxprs(eqn)))
         branches = [branch(i, inner) for i, inner in enumerate(eqn.params["branches"])]
         outs = jax.lax.switch(operands[0], branches, *operands[1:])
         return [self.result(x, (*place, "join", i)) for i, x in enumerate(outs)]
+
+
+def with_branches_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose branches may end in different layouts.
+
+    >>> def either(x):
+    ...     return jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x)
+    >>> import jax.numpy as jnp
+    >>> float(with_branches_apart(either)(jnp.zeros(1))[0])
+    1.0
+    """
+
+    def apart(*args: Any) -> Any:
+        closed, results = compat.jaxpr_and_result(function, *args)
+        leaves = jax.tree.leaves(args)
+        if _has_laid_out_branches(closed.jaxpr):
+            outs = Interpreter({}, None, {}).run(closed.jaxpr, closed.consts, leaves, ())
+        else:
+            outs = compat.eval_jaxpr(closed, leaves)
+        return jax.tree.unflatten(jax.tree.structure(results), outs)
+
+    apart.__name__ = getattr(function, "__name__", "function")
+    return apart
+
+
+def _has_laid_out_branches(jaxpr: Any) -> bool:
+    return any(
+        any(map(_has_laid_out_branches, inner := compat.sub_jaxprs(eqn)))
+        or (eqn.primitive.name == "cond" and any(map(_has_layouts, inner)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _has_layouts(jaxpr: Any) -> bool:
+    """Whether a program lays out anything by itself."""
+    return any(
+        eqn.primitive.name == "sharding_constraint" or any(map(_has_layouts, compat.sub_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _apart(x: Any) -> Any:
+    """The result of a branch. XLA refuses branches that end in different layouts."""
+    is_plain = getattr(x, "ndim", 0) and not compat.is_key_array(x)
+    return jax.lax.optimization_barrier(x) if is_plain else x

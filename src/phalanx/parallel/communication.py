@@ -14,12 +14,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx.collectives.packing import leaving_packs
 from phalanx.core.reduction import ReduceOp
-from phalanx.parallel.options import ParallelOptions
+from phalanx.parallel.options import AUTO_MODES, ParallelOptions
 from phalanx.train.gradient_communication import GradientCommunication
 from phalanx.train.sharding import OptimizerSharding
 
-__all__ = ["Share", "combination", "communication_of", "norms_to", "sharding_of"]
+__all__ = [
+    "Share",
+    "combination",
+    "communication_of",
+    "compiler_options",
+    "norms_to",
+    "sharding_of",
+]
 
 DEVICE = "all gradients"
 """In place of a name: the norm of all gradients of a device together."""
@@ -43,6 +51,37 @@ def communication_of(options: ParallelOptions) -> GradientCommunication:
         options.gradient_fp32_sync or options.force_fp32_communication,
         norms_to(options),
     )
+
+
+_KINDS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter"}
+
+
+def compiler_options(options: ParallelOptions, platform: str) -> dict[str, Any] | None:
+    """What tells XLA to pack as `comm_fusion` wants it; None if it may choose.
+
+    In ``data_parallel`` and ``hybrid_parallel`` the program has the packs, which XLA would join. In the
+    other modes XLA makes them: GPUs know a size for each kind; on CPU devices it packs all or nothing.
+
+    >>> apart = ParallelOptions(all_reduce_fusion_config=(1,))
+    >>> compiler_options(apart, "cpu"), compiler_options(ParallelOptions(), "cpu")
+    ({'xla_disable_hlo_passes': 'cpu-all-reduce-combiner'}, None)
+    """
+    fusion, indices = options.comm_fusion, options.all_reduce_fusion_config
+    if not fusion["openstate"]:
+        return leaving_packs(platform)
+    chosen = [kind for kind in _KINDS if fusion[kind]["mode"] != "auto"]
+    if not chosen and not indices:
+        return None
+    if platform == "cpu" and "allreduce" not in chosen and not indices:
+        return None  # it packs nothing else
+    found = leaving_packs(platform)
+    if platform != "gpu" or options.parallel_mode not in AUTO_MODES:
+        return found
+    names = {kind: f"xla_gpu_{name}_combine_threshold_bytes" for kind, name in _KINDS.items()}
+    sizes = {kind: fusion[kind]["config"] << 20 for kind in chosen if fusion[kind]["mode"] == "size"}
+    if indices:
+        sizes["allreduce"] = 0
+    return {names[kind]: size for kind, size in sizes.items()}
 
 
 def sharding_of(options: ParallelOptions) -> OptimizerSharding | None:

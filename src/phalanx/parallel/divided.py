@@ -71,7 +71,7 @@ def divided(
     ]
     mapped = local.mapped(out_specs, [i for i in differing if not local.shapes[i]])
     arguments = jax.tree.unflatten(structure, shardings)
-    return ParallelProgram(jax.jit(mapped, donate_argnums=task.donate), arguments, known)
+    return ParallelProgram.of(mapped, task, arguments, known)
 
 
 def state_layouts(

@@ -10,7 +10,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.execution.throttle import token
+from phalanx.parallel.applying import with_branches_apart
 from phalanx.parallel.arrays_of import OtherResults
+from phalanx.parallel.communication import compiler_options
 from phalanx.parallel.options import ParallelOptions
 from phalanx.parallel.placing import Cuts, batch_spec, names_of, specs_on
 from phalanx.parallel.planning import Planner, Seen, check_known, dataset_cuts
@@ -71,12 +73,35 @@ class ParallelProgram:
         arguments: a nest of shardings like the arguments.
         known: the layouts of the parameters.
         others: what the function returns besides arrays.
+        inner: `call` as a part of a larger program, which cannot have its options of the compiler.
     """
 
     call: Any
     arguments: Any
     known: Known = field(default_factory=dict)
     others: OtherResults = field(default_factory=OtherResults)
+    inner: Any = None
+
+    @staticmethod
+    def of(
+        function: Callable[..., Any], task: ParallelTask, arguments: Any, known: Known, **how: Any
+    ) -> ParallelProgram:
+        """A function, compiled as the options of a task say.
+
+        Args:
+            function: takes the arguments, and returns the results and a token for the throttle.
+            task: what it computes.
+            arguments: a nest of shardings.
+            known: the layouts of the parameters.
+            **how: for `jax.jit`.
+        """
+        platform = next(iter(jax.tree.leaves(arguments)[0].device_set)).platform
+        inner = jax.jit(function, donate_argnums=task.donate, **how)
+        flags = compiler_options(task.options, platform)
+        if flags is None:
+            return ParallelProgram(inner, arguments, known, inner=inner)
+        call = jax.jit(function, donate_argnums=task.donate, compiler_options=flags, **how)
+        return ParallelProgram(call, arguments, known, inner=inner)
 
 
 # -- programs that see the whole batch -----------------------------------------------------------------
@@ -109,6 +134,8 @@ def whole(
     is_given = task.options.parallel_mode == "semi_auto_parallel"
     if is_given and not task.options.enable_alltoall:  # a plan has its own routes
         function = without_all_to_all(_with_results(function, mesh, known, kept), mesh, specs)
+    else:
+        function = with_branches_apart(function)
 
     def traced(*args: Any) -> Any:
         with in_run(run):
@@ -125,13 +152,9 @@ def whole(
             for name, leaf in zip(names_of(results), leaves, strict=True)
         )
     ]
-    call = jax.jit(
-        traced,
-        in_shardings=arguments,
-        out_shardings=(jax.tree.unflatten(shape, outs), None),
-        donate_argnums=task.donate,
-    )
-    return ParallelProgram(call, arguments, known)
+    shardings = (jax.tree.unflatten(shape, outs), None)
+    how = {"in_shardings": arguments, "out_shardings": shardings}
+    return ParallelProgram.of(traced, task, arguments, known, **how)
 
 
 def _with_results(

@@ -420,8 +420,8 @@ class Parallelized:
             return program.others.put_back(dispatched(program.call, args, self._setup.devices, name))
         program = self._program(args, differentiated)
         arrays = self._parts(args)[0]
-        if compat.is_staging():  # as a part of a larger program
-            results = program.call(*jax.device_put(arrays, program.arguments))[0]
+        if compat.is_staging() or any(map(compat.is_tracer, leaves)):  # a part of a larger program
+            results = program.inner(*jax.device_put(arrays, program.arguments))[0]
             return program.others.put_back(results)
         arrays = tuple(self._first_state(arrays, program))
         if all(map(is_array, leaves)):

@@ -39,7 +39,9 @@ __all__ = [
     "combined",
     "current_run",
     "finished_gradients",
+    "gathered",
     "in_run",
+    "keeping_no_gathers",
     "value_and_grad",
 ]
 
@@ -301,18 +303,27 @@ def _gathering_again(
     """A loss that gathers parameters, and for its gradient once more instead of keeping them."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-    def gathered(arg: Any) -> Any:
-        leaves, structure = jax.tree.flatten(arg)
-        whole = [
-            _constrained(x, n, run, is_stored=False) for x, n in zip(leaves, names_of(arg), strict=True)
-        ]
-        return jax.tree.unflatten(structure, whole)
-
     def again(*args: Any) -> Any:
         chosen = {i % len(args) for i in numbers}
-        return loss(*(gathered(arg) if i in chosen else arg for i, arg in enumerate(args)))
+        given = [
+            gathered(arg, names_of(arg), run) if i in chosen else arg for i, arg in enumerate(args)
+        ]
+        return loss(*given)
 
-    return jax.checkpoint(again, policy=_is_kept)
+    return keeping_no_gathers(again)
+
+
+def gathered(arg: Any, names: Sequence[str], run: ParallelRun) -> Any:
+    """A nest of parameters as the program computes with them, not as they are kept."""
+    leaves, structure = jax.tree.flatten(arg)
+    whole = [_constrained(x, n, run, is_stored=False) for x, n in zip(leaves, names, strict=True)]
+    return jax.tree.unflatten(structure, whole)
+
+
+def keeping_no_gathers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose gradient gathers again what it has gathered."""
+    again: Callable[..., Any] = jax.checkpoint(function, policy=_is_kept)
+    return again
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.parallel.context import current_options
@@ -15,6 +15,8 @@ from phalanx.parallel.options import AUTO_MODES
 from phalanx.parallel.placing import Cuts, factored_mesh, mesh_for, names_of, specs_on
 from phalanx.parallel.planning import check_known
 from phalanx.parallel.running import current_run
+from phalanx.parallel.without_all_to_all import ready_for
+from phalanx.runtime import compat
 from phalanx.runtime.devices import default_devices
 from phalanx.runtime.formatting import shown
 
@@ -136,8 +138,15 @@ def _constrained(mesh: Mesh, values: Sequence[Any], strategy: Sequence[Cuts]) ->
     specs = specs_on(mesh, [strategy[i] for i in said], shapes, [f"argument {i}" for i in said])
     found = list(values)
     for i, spec in zip(said, specs, strict=True):
-        found[i] = jax.lax.with_sharding_constraint(values[i], NamedSharding(mesh, spec))
+        found[i] = _laid_out(values[i], mesh, spec)
     return tuple(found)
+
+
+def _laid_out(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    run = current_run()
+    if run is not None and not run.options.enable_alltoall and not compat.is_staging():
+        x = ready_for(x, mesh, spec)  # programs are rewritten as a whole
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _with_parameters(mesh: Mesh, args: tuple[Any, ...], plan: Mapping[str, Cuts]) -> tuple[Any, ...]:
@@ -150,6 +159,6 @@ def _with_parameters(mesh: Mesh, args: tuple[Any, ...], plan: Mapping[str, Cuts]
     cuts = [plan[names[i]] for i in said]
     specs = specs_on(mesh, cuts, [leaves[i].shape for i in said], [names[i] for i in said])
     for i, spec in zip(said, specs, strict=True):
-        leaves[i] = jax.lax.with_sharding_constraint(leaves[i], NamedSharding(mesh, spec))
+        leaves[i] = _laid_out(leaves[i], mesh, spec)
     found: tuple[Any, ...] = jax.tree.unflatten(structure, leaves)
     return found

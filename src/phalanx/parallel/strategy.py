@@ -14,13 +14,14 @@ from jax.tree_util import keystr, tree_map_with_path
 from phalanx.cluster.resolvers.base import ClusterResolver
 from phalanx.core import context as ctx
 from phalanx.core.strategy import Strategy
-from phalanx.core.variables.traced_variables import rewrite_program
+from phalanx.core.variables.traced_variables import compile_with, in_program, rewrite_program
 from phalanx.core.variables.variable import Variable
 from phalanx.core.variables.variable_spec import InitialValue, VariableSpec
 from phalanx.errors import ContextError, InvalidOptionsError, InvalidValueError
 from phalanx.execution.eager import run_replicas
-from phalanx.execution.gradients import finishing_gradients
+from phalanx.execution.gradients import gradients_by
 from phalanx.parallel import layout_files
+from phalanx.parallel.communication import compiler_options
 from phalanx.parallel.context import current_options, options_in_force
 from phalanx.parallel.hardware import Hardware
 from phalanx.parallel.laid_out_extended import LaidOutExtended
@@ -32,10 +33,11 @@ from phalanx.parallel.plan import Plan
 from phalanx.parallel.planning import dataset_cuts
 from phalanx.parallel.running import ParallelRun, in_run
 from phalanx.parallel.spanning import all_devices, placed
-from phalanx.parallel.step_options import finished, rewriting
+from phalanx.parallel.step_options import StepGradients, rewriting
 from phalanx.parallel.storing import is_named, like, made_in_parts, stored
 from phalanx.runtime import compat
 from phalanx.runtime.devices import DeviceLike, device_name
+from phalanx.runtime.formatting import shown
 
 __all__ = ["AutoParallelStrategy"]
 
@@ -195,9 +197,16 @@ class AutoParallelExtended(LaidOutExtended):
         with jax.ensure_compile_time_eval():
             first = jnp.int32(0)
         options = self._setup.options
+        if options.force_fp32_communication and not in_program():
+            raise InvalidOptionsError(
+                "force_fp32_communication changes programs, and in an eager step each operation is a "
+                "program of its own. Run the step in px.function. "
+                f"Received: an eager run of {shown(fn)}"
+            )
         self._write_files()
+        compile_with(compiler_options(options, self._mesh.devices.flat[0].platform))
         rewrite_program(id(self), rewriting(options, self._mesh))
-        with in_run(self._present_run()), options_in_force(options), finishing_gradients(finished):
+        with in_run(self._present_run()), options_in_force(options), gradients_by(StepGradients()):
             devices = self._replica_devices
             return run_replicas(self._strategy, devices, [first], fn, tuple(args), kwargs)
 

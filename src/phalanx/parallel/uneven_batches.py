@@ -100,17 +100,13 @@ def _in_fewer_parts(
     pairs = zip(specs, batch, strict=True)
     arguments = [other if spec is None else NamedSharding(kept, spec) for spec, other in pairs]
     given = jax.tree.unflatten(structure, arguments)
-    results, _ = jax.eval_shape(program.call, *task.args)
+    results, _ = jax.eval_shape(program.inner, *task.args)
     leaves, shape = jax.tree.flatten(results)
     found = (like(n, x.shape, known) for n, x in zip(names_of(results), leaves, strict=True))
     outs = [None if spec is None else NamedSharding(kept, spec) for spec in found]
-    call = jax.jit(
-        program.call,
-        in_shardings=given,
-        out_shardings=(jax.tree.unflatten(shape, outs), None),
-        donate_argnums=task.donate,
-    )
-    return ParallelProgram(call, given, known)
+    shardings = (jax.tree.unflatten(shape, outs), None)
+    how = {"in_shardings": given, "out_shardings": shardings}
+    return ParallelProgram.of(program.inner, task, given, known, **how)
 
 
 def _undivided(task: ParallelTask, mesh: Mesh) -> ParallelProgram:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from phalanx.parallel.applying import Interpreter
-from phalanx.parallel.reading import CALLS
+from phalanx.parallel.reading import CALLS, REMAT
 from phalanx.runtime import compat
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "marked_gradient",
     "with_wide_gradients",
     "with_wide_marked_gradients",
+    "with_wide_results",
     "with_wide_sums",
 ]
 
@@ -26,6 +27,8 @@ _PRODUCTS = {"dot_general", "conv_general_dilated"}
 _FORMS = {
     *("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "copy", "copy_p"),
     *("neg", "mul", "div", "add_any", "sharding_constraint", "optimization_barrier"),
+    *("slice", "split", "unstack", "stack", "concatenate", "pad"),
+    *("dynamic_slice", "dynamic_update_slice"),
 }
 """What may stand between a sum and the gradient that it is."""
 
@@ -62,7 +65,7 @@ def with_wide_gradients(gradient: Callable[..., Any]) -> Callable[..., Any]:
     """A function that returns a value and gradients, and sums gradients of 16 bits in 32.
 
     XLA adds up the gradients of several devices where they are made: in the product of matrices, or the
-    sum, that gives them. So these are made in 32 bits, and then rounded. Loops are left as they are.
+    sum, that gives them. So these are made in 32 bits, and then rounded; in loops, in each round.
 
     >>> w, x = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((4, 2), jnp.bfloat16)
     >>> gradient = jax.value_and_grad(lambda w: jnp.sum(x @ w))
@@ -83,6 +86,19 @@ def with_wide_gradients(gradient: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(results), outs)
 
     return wide
+
+
+def with_wide_results(pull: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that returns gradients, with those of 16 bits summed in 32.
+
+    >>> x = jnp.ones((4, 2), jnp.bfloat16)
+    >>> pull = jax.vjp(lambda w: x @ w, jnp.ones((2, 3), jnp.bfloat16))[1]
+    >>> ones = jnp.ones((4, 3), jnp.bfloat16)
+    >>> str(jax.make_jaxpr(with_wide_results(pull))(ones)).count("preferred_element_type=float32")
+    1
+    """
+    wide = with_wide_gradients(lambda *given: ((), pull(*given)))
+    return lambda *given: wide(*given)[1]
 
 
 def marked_gradient(x: Any) -> Any:
@@ -130,14 +146,71 @@ def _choose(jaxpr: Any, wanted: Sequence[Any], chosen: set[int]) -> set[Any]:
             needed |= {var for var in eqn.invars if not compat.is_literal(var)}
         elif name in (*_PRODUCTS, "reduce_sum") and is_narrow(eqn.outvars[0].aval):
             chosen.add(id(eqn))
+        elif name in REMAT:
+            needed |= _choose_inside(eqn.params["jaxpr"], hit, eqn.invars, chosen)
         elif name in CALLS and not name.startswith("custom"):
-            inner = eqn.params[CALLS[name]]
-            inner = getattr(inner, "jaxpr", inner)
-            outs = [var for var, is_hit in zip(inner.outvars, hit, strict=True) if is_hit]
-            below = _choose(inner, outs, chosen)
-            pairs = zip(eqn.invars, inner.invars, strict=True)
-            needed |= {var for var, own in pairs if own in below and not compat.is_literal(var)}
+            needed |= _choose_inside(eqn.params[CALLS[name]], hit, eqn.invars, chosen)
+        elif name == "scan":
+            consts, carries = compat.scan_counts(eqn)
+            inner = eqn.params["jaxpr"]
+            needed |= _choose_in_rounds(inner, hit, eqn.invars, (consts, carries), chosen)
+        elif name == "while":
+            tests, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            inner, inputs = eqn.params["body_jaxpr"], eqn.invars[tests:]
+            needed |= _choose_in_rounds(inner, hit, inputs, (consts, len(hit)), chosen)
+        elif name == "cond":
+            for inner in eqn.params["branches"]:
+                needed |= _choose_inside(inner, hit, eqn.invars[1:], chosen)
     return needed
+
+
+def _choose_inside(
+    inner: Any, hit: Sequence[bool], inputs: Sequence[Any], chosen: set[int]
+) -> set[Any]:
+    """The same for what is inside an equation.
+
+    Args:
+        inner: its jaxpr.
+        hit: which of its results are wanted.
+        inputs: what the equation gives it.
+        chosen: to add to.
+    """
+    inner = getattr(inner, "jaxpr", inner)
+    outs = [var for var, is_hit in zip(inner.outvars, hit, strict=True) if is_hit]
+    below = _choose(inner, outs, chosen)
+    pairs = zip(inputs, inner.invars, strict=True)
+    return {var for var, own in pairs if own in below and not compat.is_literal(var)}
+
+
+def _choose_in_rounds(
+    inner: Any,
+    hit: Sequence[bool],
+    inputs: Sequence[Any],
+    counts: tuple[int, int],
+    chosen: set[int],
+) -> set[Any]:
+    """The same for a loop: what a round begins with is what the round before it ends with.
+
+    Args:
+        inner: the jaxpr of a round.
+        hit: which results of the loop are wanted.
+        inputs: what it begins with.
+        counts: how many constants a round has, and how many values it carries.
+        chosen: to add to.
+    """
+    consts, carries = counts
+    own = list(getattr(inner, "jaxpr", inner).invars)
+    wanted = list(hit)
+    while True:
+        found = _choose_inside(inner, wanted, own, chosen)
+        more = [wanted[i] or own[consts + i] in found for i in range(carries)]
+        if more == wanted[:carries]:
+            return {
+                var
+                for var, mine in zip(inputs, own, strict=True)
+                if mine in found and not compat.is_literal(var)
+            }
+        wanted[:carries] = more
 
 
 class _Wide(Interpreter):

@@ -23,7 +23,7 @@ from phalanx.parallel.operators.base import Equation, spec_of
 from phalanx.parallel.reading import CALLS
 from phalanx.runtime import compat
 
-__all__ = ["without_all_to_all"]
+__all__ = ["ready_for", "without_all_to_all"]
 
 _CONSTRAINT = "sharding_constraint"
 
@@ -50,6 +50,16 @@ def without_all_to_all(
 
     gathered.__name__ = getattr(function, "__name__", "function")
     return gathered
+
+
+def ready_for(x: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """An array of an eager step, gathered as far as it would need an all-to-all to get a layout."""
+    present = getattr(compat.primal_value(x), "sharding", None)
+    if not isinstance(present, NamedSharding) or present.mesh.shape != mesh.shape:
+        return x
+    interpreter = _Gathering(mesh)
+    interpreter.note(x, interpreter.layout(present.spec, x.shape))
+    return interpreter.ready(x, interpreter.layout(spec, x.shape))
 
 
 class _Gathering(Interpreter):
@@ -92,7 +102,7 @@ class _Gathering(Interpreter):
         wanted = None
         if isinstance(sharding, NamedSharding) and set(sharding.mesh.shape) == set(self._names):
             wanted = self.layout(sharding.spec, tuple(x.shape))
-        results = super().evaluate(jaxpr, eqn, [self._ready(x, wanted)])
+        results = super().evaluate(jaxpr, eqn, [self.ready(x, wanted)])
         self.note(results[0], wanted)
         return results
 
@@ -108,7 +118,7 @@ class _Gathering(Interpreter):
         results = super().evaluate(jaxpr, eqn, operands)
         return [self._kept(x, layout) for x, layout in zip(results, layouts, strict=True)]
 
-    def _ready(self, x: Any, wanted: Layout | None) -> Any:
+    def ready(self, x: Any, wanted: Layout | None) -> Any:
         """A value that needs no all-to-all to get a layout."""
         have = self._known(x)
         if have is not None and wanted is not None:
@@ -165,7 +175,7 @@ class _Gathering(Interpreter):
     def _begun(self, start: Sequence[Any], layouts: Sequence[Layout | None]) -> list[Any]:
         """Values in the layouts in which a loop carries them."""
         pairs = zip(start, layouts, strict=True)
-        return [self._kept(self._ready(x, layout), layout) for x, layout in pairs]
+        return [self._kept(self.ready(x, layout), layout) for x, layout in pairs]
 
     def _scan(self, eqn: Any, operands: Sequence[Any], place: tuple[Any, ...]) -> Sequence[Any]:
         consts, carries = compat.scan_counts(eqn)

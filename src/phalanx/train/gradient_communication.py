@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from phalanx.collectives import slices_in_programs, sums_in_programs
-from phalanx.collectives.packing import UNPACKED, Packing
+from phalanx.collectives.packing import UNPACKED, Packing, leaving_packs
 from phalanx.core.indexed_slices import IndexedSlices
 from phalanx.core.options import CommunicationOptions
 from phalanx.core.reduction import ReduceOp
@@ -20,6 +20,7 @@ from phalanx.core.slicing import Members
 from phalanx.core.spmd import SpmdPerReplica
 from phalanx.core.strategy import Strategy
 from phalanx.core.values import Mirrored, PerReplica, ReplicaValues
+from phalanx.core.variables.traced_variables import compile_with
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.placement import REPLICA_AXIS
@@ -130,6 +131,8 @@ class GradientCommunication:
         arrays = [] if chosen is None else [i for i, x in enumerate(values) if _is_local_array(x)]
         results: dict[int, Any] = {}
         if chosen is not None and arrays:
+            device = strategy.extended._replica_devices[0]
+            compile_with(leaving_packs(device.platform if device else jax.default_backend()))
             sums = self.summed(op, [values[i].component(0) for i in arrays])
             count = strategy.num_replicas_in_sync
             results |= {i: Mirrored.of_global(x, count) for i, x in zip(arrays, sums, strict=True)}

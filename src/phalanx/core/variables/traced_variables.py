@@ -45,6 +45,8 @@ class VariableTrace:
         """What to call on the host after each run of the program, with the number of its steps."""
         self.rewrites: dict[Any, Callable[[Any, Sequence[Any]], Any]] = {}
         """What strategies make of the traced program before it is compiled; see `rewrite_program`."""
+        self.compiler_options: dict[str, Any] = {}
+        """What the compiler is told; see `compile_with`."""
         self.spans_workers = False
         """Whether replicas of other processes take part in it."""
         self.seconds: float | None = None
@@ -180,6 +182,7 @@ class Substitution(VariableTrace):
         parent: the program around the differentiation, if there is one.
         taps: what tells the derivatives with respect to variables of other processes. Their values are
             not replaced, because perhaps only some rows are read.
+        keeps_writes: whether writes stay in `written`, because JAX stages the code that writes.
     """
 
     def __init__(
@@ -187,15 +190,19 @@ class Substitution(VariableTrace):
         held: Mapping[Any, Any],
         parent: VariableTrace | None,
         taps: Mapping[Any, GradientTap] | None = None,
+        keeps_writes: bool = False,
     ) -> None:
         super().__init__(held)
         self.parent = parent
         self.has_written = False
+        self._keeps_writes = keeps_writes
         self.device = None if parent is None else parent.device
         self.taps = dict(taps or {})
 
     def held(self, variable: Any) -> Any:
         """The replacement, until the variable is written; else what it holds anyway."""
+        if variable in self.written:
+            return self.written[variable]
         if variable in self._held:
             return self._held[variable]
         if variable in self.taps:
@@ -222,7 +229,12 @@ class Substitution(VariableTrace):
         return [] if self.parent is None else self.parent.known()
 
     def set(self, variable: Any, value: Any) -> None:
-        """Write through; later reads see what was written."""
+        """Write through, or keep it; later reads see what was written."""
+        if self._keeps_writes:
+            self._check_level(variable)
+            self.written[variable] = jax.tree.map(jax.lax.stop_gradient, value)
+            _forget_staged_code()
+            return
         if self.parent is not None:
             self.parent.set(variable, value)
         else:
@@ -231,6 +243,13 @@ class Substitution(VariableTrace):
         self.forget(variable)
         self.has_written = True
         _forget_staged_code()
+
+    def write_kept(self, values: Sequence[Any]) -> None:
+        """Write through what was kept, now that its values are known outside of staged code."""
+        variables, self._keeps_writes = list(self.written), False
+        self.written.clear()
+        for variable, value in zip(variables, values, strict=True):
+            self.set(variable, value)
 
     def record(self, variable: Any, change: Any, after: Callable[[Any], Any]) -> None:
         """Change it where it is; later reads see it."""
@@ -333,6 +352,13 @@ def rewrite_program(key: Any, rewrite: Callable[[Any, Sequence[Any]], Any]) -> N
     traced = next((x for x in enclosing() if not isinstance(x, Substitution)), None)
     if traced is not None:
         traced.rewrites.setdefault(key, rewrite)
+
+
+def compile_with(options: Mapping[str, Any] | None) -> None:
+    """Give options to the compiler of the program that is being traced; do nothing if none is."""
+    traced = next((x for x in enclosing() if not isinstance(x, Substitution)), None)
+    if traced is not None and options:
+        traced.compiler_options.update(options)
 
 
 def after_each_run(fn: Callable[[int], None]) -> None:
