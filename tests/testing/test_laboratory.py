@@ -271,6 +271,23 @@ def test_a_checkpoint_that_was_removed_is_not_lost() -> None:
     assert faults.job_violations(restarted(*back, launcher=end), undisturbed) == []
 
 
+def test_a_damaged_checkpoint_may_have_been_written_anew() -> None:
+    """A process that is killed after it has given a checkpoint its name tells nobody of it."""
+    damage = (6.0, "fault", {**KILL, "kind": "corrupt", "path": "a"})
+    back = (at_path(9.0, "restore", "a"), at_path(9.5, "restored", "a"), applied(9.6, 3, 4))
+
+    def violations(*middle: tuple[float, str, dict[str, Any]]) -> list[str]:
+        first = restarted(applied(5.2, 3)).lives[:1]
+        lives = (*first, life(0, 1, *middle), life(0, 2, *back))
+        return list(faults.job_violations(JobHistory(lives, (NAMED, ended()))))
+
+    damaged = "attempt 2 restored a, which was damaged"
+    assert damaged not in violations(damage, at_path(7.0, "save", "a"), (7.1, "fault", KILL))
+    assert damaged in violations(damage, (7.1, "fault", KILL))
+    assert damaged in violations(damage, at_path(7.0, "save", "a"), at_path(8.0, "save", "b"))
+    assert damaged in violations(at_path(5.5, "save", "a"), damage)
+
+
 # -- real processes ---------------------------------------------------------------------------------
 
 

@@ -156,8 +156,9 @@ def _restored_alike(
         }
         if digests and event["digest"] not in digests:
             yield f"{who} restored {event['path']}, which is not what was committed"
-        if _damaged_at(history, str(event["path"]), float(event["at"])):
-            yield f"{who} restored {event['path']}, which was damaged"
+        path, moment = str(event["path"]), float(event["at"])
+        if _damaged_at(history, path, moment) and not _may_be_new(history, path, moment):
+            yield f"{who} restored {path}, which was damaged"
 
 
 def _newest(history: JobHistory, moment: float) -> str | None:
@@ -180,14 +181,26 @@ def _is_newer(history: JobHistory, path: str, than: str) -> bool:
 
 
 def _damaged_at(history: JobHistory, path: str, moment: float) -> bool:
-    """Whether a checkpoint was damaged before a moment, and not written anew since."""
-    damaged = [
-        float(event["at"])
-        for _, event in history.faults()
-        if event["kind"] in _DAMAGE and event["path"] == path and float(event["at"]) < moment
-    ]
+    """Whether a checkpoint was damaged before a moment, and not known to be written anew since."""
+    damage = _last_damage(history, path, moment)
     written = [float(x["at"]) for _, x in history.all("committed") if x["path"] == path]
-    return bool(damaged) and not any(damaged[-1] < at < moment for at in written)
+    return not any(damage < at < moment for at in written) and damage > -math.inf
+
+
+def _may_be_new(history: JobHistory, path: str, moment: float) -> bool:
+    """Whether a process ended while it wrote a damaged checkpoint anew, perhaps before it said so."""
+    damage = _last_damage(history, path, moment)
+    ends = (list(life.all("save", "committed"))[-1:] for life in history.lives)
+    last = [event for found in ends for event in found]
+    saves = [x for x in last if x["event"] == "save" and x["path"] == path]
+    return any(damage < float(x["at"]) < moment for x in saves)
+
+
+def _last_damage(history: JobHistory, path: str, moment: float) -> float:
+    """When a checkpoint was damaged for the last time before a moment."""
+    events = (event for _, event in history.faults() if event["kind"] in _DAMAGE)
+    times = (float(event["at"]) for event in events if event["path"] == path)
+    return max((at for at in times if at < moment), default=-math.inf)
 
 
 def same_state(history: JobHistory, undisturbed: JobHistory) -> Iterator[str]:
