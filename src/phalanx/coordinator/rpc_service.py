@@ -129,6 +129,11 @@ class RpcService:
         self._loop.call(self._end_all)
         self._loop.close()
 
+    @property
+    def connections(self) -> int:
+        """How many clients are connected."""
+        return len(self._open)
+
     def status(self) -> dict[str, Any]:
         """The methods, and how many calls run."""
         return {"methods": sorted(self._methods), "running": len(self._loop.call(self._running))}
