@@ -92,13 +92,17 @@ class Player:
 
     def close(self) -> None:
         """End all processes."""
-        self._proxies.close()
-        for name in self._index:
-            if self._cluster.alive(self._index[name]):
-                self._cluster.cont(self._index[name])
-                self._cluster.kill(self._index[name])
-        self._cluster.close()
-        self._listener.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._listener.close)
+            stack.callback(self._cluster.close)
+            stack.callback(self._kill_all)
+            stack.callback(self._proxies.close)
+
+    def _kill_all(self) -> None:
+        for index in self._index.values():
+            if self._cluster.alive(index):
+                self._cluster.cont(index)
+                self._cluster.kill(index)
 
     def __enter__(self) -> Player:
         return self
