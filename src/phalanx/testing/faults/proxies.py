@@ -145,7 +145,7 @@ class Proxies:
         """Take a connection.
 
         A server of asyncio has a task for each that it takes. If that is cancelled before it has begun,
-        or the server is closed before, nobody closes the connection.
+        or the server is closed before, the connection stays open.
         """
         with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionAbortedError):
             sock, _ = listener.accept()
@@ -168,7 +168,7 @@ class Proxies:
         try:
             far_reader, far = await asyncio.open_connection(*split_address(self._targets[task]))
         except OSError:
-            return  # nobody listens there
+            return  # nothing listens there
         try:
             reader, near = await asyncio.open_connection(sock=sock)
         except BaseException:
