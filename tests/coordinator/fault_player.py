@@ -23,7 +23,7 @@ from phalanx.testing.faults.proxies import Proxies
 from phalanx.testing.faults.schedules import Fault, Schedule, random_schedule
 
 WORKERS = 3
-DEADLINE = 90.0  # seconds for one schedule
+DEADLINE = 90.0  # seconds without an event of a schedule
 STARTED = 30.0  # seconds for a process
 CHIEF = "chief 0"
 NETWORK = ("cut", "delay", "lose_answers", "deliver_late")
@@ -59,6 +59,14 @@ class Player:
     """
 
     def __init__(self, folder: Path, *, forgetful: bool = False) -> None:
+        self._home, self._forgetful = folder, forgetful
+        self._plays = itertools.count()
+        self._is_spoilt = False
+        self.counts: Counter[str] = Counter()
+        """How many faults have happened, and what tasks have done because of them."""
+        self._start(folder)
+
+    def _start(self, folder: Path) -> None:
         self._folder = folder
         self._notes = folder / "notes"
         self._listener = socket.socket(socket.AF_UNIX)
@@ -79,21 +87,22 @@ class Player:
         self._index = {name: i for i, name in enumerate(names)}
         addresses = {name: self._cluster._tasks[i].address for name, i in self._index.items()}
         self._proxies = Proxies({n: a for n, a in addresses.items() if n != CHIEF})
-        self._cluster.start(_be_a_task, control, str(self._notes), forgetful)
+        self._cluster.start(_be_a_task, control, str(self._notes), self._forgetful)
         self._chief: Connection | None = self._accept()
-        self._plays = itertools.count()
-        self.counts: Counter[str] = Counter()
-        """How many faults have happened, and what tasks have done because of them."""
 
     def close(self) -> None:
         """End all processes."""
-        self._proxies.close()
-        for name in self._index:
-            if self._cluster.alive(self._index[name]):
-                self._cluster.cont(self._index[name])
-                self._cluster.kill(self._index[name])
-        self._cluster.close()
-        self._listener.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._listener.close)
+            stack.callback(self._cluster.close)
+            stack.callback(self._kill_all)
+            stack.callback(self._proxies.close)
+
+    def _kill_all(self) -> None:
+        for index in self._index.values():
+            if self._cluster.alive(index):
+                self._cluster.cont(index)
+                self._cluster.kill(index)
 
     def __enter__(self) -> Player:
         return self
@@ -107,7 +116,16 @@ class Player:
 
     def play(self, plan: Plan, schedule: Schedule) -> History:
         """Run a program while the faults of a schedule happen."""
-        return _Play(self, plan, schedule, self._folder / f"play-{next(self._plays)}").run()
+        number = next(self._plays)
+        if self._is_spoilt:  # what a play has left that did not come to its end is no part of this one
+            self.close()
+            folder = self._home / f"from-{number}"
+            folder.mkdir()
+            self._start(folder)
+        self._is_spoilt = True
+        history = _Play(self, plan, schedule, self._folder / f"play-{number}").run()
+        self._is_spoilt = False
+        return history
 
 
 class _Play:
@@ -125,14 +143,15 @@ class _Play:
         self._down: set[str] = set()  # tasks that are dead or frozen
         self._is_over = False
         self._error = ""
+        self._heard = time.monotonic()
 
     def run(self) -> History:
         """Play it."""
-        end = time.monotonic() + DEADLINE
         seen = len(notes_in(self._player._notes))
         self._begin()
         while not self._is_over or self._todo:
             now = time.monotonic()
+            end = self._heard + DEADLINE
             assert now < end, f"{self._state()}\n{self._stacks()}"
             while self._todo and self._todo[0][0] <= now:
                 heapq.heappop(self._todo)[2]()
@@ -187,6 +206,7 @@ class _Play:
             self._player._chief = None
 
     def _take(self, event: Any) -> None:
+        self._heard = time.monotonic()
         if not isinstance(event, tuple):
             self._history.add(event)
         elif event[0] == "wave":

@@ -258,7 +258,7 @@ class Program:
             self._player.send(("report", self._counts(coordinator)))
         finally:
             coordinator.close()
-            self._strategy.extended.connect().close()
+            self._strategy.close()  # else its watch would ask servers of later programs for this run
         self._player.send(("end",))
 
     def _counts(self, coordinator: ClusterCoordinator) -> dict[str, int]:

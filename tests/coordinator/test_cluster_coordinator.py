@@ -405,6 +405,8 @@ def test_what_a_per_worker_dataset_refuses(shared: Job, coordinator: ClusterCoor
         coordinator.schedule(take, args=(iterator.values[0],))
     with pytest.raises(TypeError, match="pickled only for them"):
         pickle.dumps(iterator)
+    with pytest.raises(TypeError, match="Each worker needs an iterator of its own"):
+        coordinator.schedule(take, args=(iter(px.data.Dataset.range(3)),))
     with pytest.raises(ValueError, match="create_per_worker_dataset"):
         iter(shared.strategy.experimental_distribute_dataset(px.data.Dataset.range(3).batch(1)))
 

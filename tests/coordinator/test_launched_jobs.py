@@ -129,21 +129,27 @@ def test_tasks_that_are_started_by_hand_in_any_order(tmp_path: Path) -> None:
         jobs = ("chief", "worker", "ps")
         cluster = {job: [f"127.0.0.1:{p}"] for job, p in zip(jobs, reservation.ports, strict=True)}
         processes = {}
-        for job in jobs:
-            config = {"cluster": cluster, "task": {"type": job, "index": 0}}
-            processes[job] = subprocess.Popen(
-                [sys.executable, str(script)],
-                env={
-                    **os.environ,
-                    "TF_CONFIG": json.dumps(config),
-                    "XDG_RUNTIME_DIR": str(tmp_path),
-                    "JAX_PLATFORMS": "cpu",
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        outputs = {job: process.communicate(timeout=120) for job, process in processes.items()}
+        try:
+            for job in jobs:
+                config = {"cluster": cluster, "task": {"type": job, "index": 0}}
+                processes[job] = subprocess.Popen(
+                    [sys.executable, str(script)],
+                    env={
+                        **os.environ,
+                        "TF_CONFIG": json.dumps(config),
+                        "XDG_RUNTIME_DIR": str(tmp_path),
+                        "JAX_PLATFORMS": "cpu",
+                    },
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            outputs = {job: process.communicate(timeout=120) for job, process in processes.items()}
+        finally:
+            for process in processes.values():
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
     assert {job: process.returncode for job, process in processes.items()} == dict.fromkeys(jobs, 0)
     assert outputs["chief"][0] == "2.0\n"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -101,6 +103,36 @@ def test_results_that_do_not_fit_their_specs(client: px.rpc.Client) -> None:
         answer = client.call("multiply", [2.0, 3.0], output_specs=specs)
         with pytest.raises(px.errors.InvalidArgumentError, match="output_specs"):
             answer.get_value()
+
+
+def test_arguments_of_calls_are_checked(client: px.rpc.Client) -> None:
+    for args in (2.0, np.ones(2, np.float32)):
+        with pytest.raises(px.errors.InvalidTypeError, match=r"args=\[x\].*Received: "):
+            client.call("multiply", args)  # type: ignore[arg-type]
+    with pytest.raises(px.errors.InvalidTypeError, match=r"TensorSpec.*Received: 3"):
+        client.call("multiply", [2.0, 3.0], output_specs=3)
+    with pytest.raises(px.errors.InvalidTypeError, match="timeout_in_ms must be a number"):
+        client.call("multiply", [2.0, 3.0], timeout_in_ms="1")  # type: ignore[arg-type]
+    with pytest.raises(px.errors.InvalidTypeError, match=r"another process.*Received: "):
+        client.call("multiply", [2.0, threading.Lock()])
+    with pytest.raises(px.errors.InvalidTypeError, match="Send what it holds"):
+        client.call("multiply", [2.0, px.Variable(1.0)])
+    assert float(client.call("multiply", (2.0, 3.0), None, -1).get_value()) == 6.0
+
+
+def test_a_process_may_end_with_open_clients_and_servers() -> None:
+    program = (
+        "import phalanx as px\n"
+        "server = px.rpc.Server.create('grpc', 'localhost:0')\n"
+        "server.register('four', px.function(lambda: 4))\n"
+        "server.start()\n"
+        "client = px.rpc.Client.create('grpc', server.address)\n"
+        "print(int(client.four_blocking()))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("4\n", "")
 
 
 def test_an_answer_that_takes_too_long() -> None:

@@ -155,6 +155,9 @@ def test_a_wait_for_the_others_is_not_silent(job: str, monkeypatch: pytest.Monke
             )
             purpose = {"ps": "ps", "worker": "closures"}[job]
             connect(address_of(server), find_token(True).encode(), {"for": purpose}, 5.0).close()
+            while "any more" not in (text := said.get(timeout=20)):
+                assert "no task has come yet" in text
+            assert re.search(f"{job} 0 at .* chief 0 at localhost:1. It serves until", text)
     finally:
         module._log.removeHandler(ear)
     joined.join(20)

@@ -268,3 +268,24 @@ def test_no_server_is_watched_for_a_strategy_that_is_gone(
             assert thread is not None
             thread.join(SECONDS)
             assert not thread.is_alive(), f"{thread.name} goes on"
+
+
+def test_a_server_that_has_lost_the_run_is_asked_less_often() -> None:
+    """A run that is over must not take the time of servers that serve another one."""
+    waits: list[float] = []
+
+    class Over:
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return len(waits) > 3
+
+    with running(1) as tasks, connections(tasks) as found:
+        home = ServersHome(found.run, lambda: found)  # type: ignore[attr-defined]
+        server = Task("ps", 0, tasks[0].address)
+        options = px.experimental.ParameterServerOptions()
+        session = Session("0123abcd", KEY, (server,), (), options)
+        watched = watch.ServerWatch(session, weakref.ref(home))._watched[0]
+        watched._over = Over()  # type: ignore[assignment]
+        watched._run()
+        assert watched.report()["state"] == "lost"
+        assert waits == [watch._PAUSE, watch._BEAT, watch._BEAT, watch._BEAT]

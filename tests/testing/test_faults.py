@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -238,3 +240,27 @@ def test_a_proxy_of_nobody_ends_connections(echo: Echo) -> None:
         socket.create_connection(split_address(proxies.addresses["nobody"]), SECONDS) as sock,
     ):
         assert _received(sock) == b""
+
+
+def test_proxies_close_what_they_accept_as_they_end(echo: Echo) -> None:
+    """Tasks dial until they are ended, which may be after their proxies were."""
+    sockets: list[socket.socket] = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            with Proxies({"echo": echo.address}) as proxies:
+                where, begun = split_address(proxies.addresses["echo"]), threading.Event()
+
+                def dial(where: tuple[str, int] = where, begun: threading.Event = begun) -> None:
+                    for _ in range(20):
+                        sockets.append(socket.create_connection(where))
+                        begun.set()
+
+                proxies._loop.call_soon_threadsafe(dial)  # it takes none before all have dialled
+                assert begun.wait(SECONDS)
+            while sockets:
+                with sockets.pop() as sock:
+                    assert _received(sock) == b""
+        del proxies
+        gc.collect()
+    assert not [str(warning.message) for warning in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,8 +37,11 @@ from phalanx.net.endpoint import Endpoint, dial
 from phalanx.net.framing import Message
 from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.numbers import check_number
 
 __all__ = ["Client", "Server", "StatusOrResult"]
+
+_LONGEST = 7 * 24 * 3600 * 1000  # milliseconds
 
 
 def _key(address: str) -> bytes:
@@ -153,8 +157,8 @@ class Server:
             endpoint.close()
             service.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_endpoint", None) is not None:
+    def __del__(self, is_end: Callable[[], bool] = sys.is_finalizing) -> None:
+        if getattr(self, "_endpoint", None) is not None and not is_end():
             self.stop()
 
 
@@ -304,12 +308,18 @@ class Client:
             output_specs: a nest of `px.TensorSpec` that the result must fit; None takes any.
             timeout_in_ms: how long the answer may take; 0 takes the client's.
         """
+        if not isinstance(args, tuple | list | None):
+            raise InvalidTypeError(
+                f"args must be a tuple or a list, for example args=[x]. Received: {shown(args)}"
+            )
+        _check_specs(output_specs)
         seconds = _seconds(timeout_in_ms) if timeout_in_ms else self._timeout
         deadline = time.monotonic() + seconds
         what = f"The remote call of {method_name!r} at {self._address}"
+        arguments = pack(tuple(args or ()))
         try:
             connection = self._connected(deadline)
-            future = connection.ask({"op": "call", "method": method_name}, pack(tuple(args or ())))
+            future = connection.ask({"op": "call", "method": method_name}, arguments)
         except (DeadlineExceededError, UnavailableError) as error:
             future = Future()
             future.set_exception(error)
@@ -322,8 +332,8 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def __del__(self) -> None:
-        if self.__dict__.get("_connection") is not None:
+    def __del__(self, is_end: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.__dict__.get("_connection") is not None and not is_end():
             self.close()
 
     def _call(self, method: str, *args: Any, timeout_in_ms: int = 0) -> StatusOrResult:
@@ -349,7 +359,8 @@ class Client:
             if self._is_closed:
                 raise FailedPreconditionError(f"The client was closed. Received: {self!r}")
             if self._connection is None or self._connection.is_lost:
-                self._connection = _Connection(self._address, max(0.01, deadline - time.monotonic()))
+                left = max(0.01, round(deadline - time.monotonic(), 3))  # errors show it
+                self._connection = _Connection(self._address, left)
             return self._connection
 
 
@@ -402,5 +413,16 @@ class _Connection:
             )
 
 
-def _seconds(milliseconds: int) -> float:
-    return milliseconds / 1000 if milliseconds > 0 else worker_deadline()
+def _check_specs(specs: Any) -> None:
+    if not all(isinstance(spec, TensorSpec) for spec in jax.tree.leaves(specs)):
+        raise InvalidTypeError(
+            "output_specs must be a nest of px.TensorSpec that looks like the result, or None. "
+            f"Received: {shown(specs)}"
+        )
+
+
+def _seconds(milliseconds: int | None) -> float:
+    if milliseconds is None:
+        return worker_deadline()
+    given = check_number(milliseconds, "timeout_in_ms", -_LONGEST, _LONGEST)
+    return given / 1000 if given > 0 else worker_deadline()

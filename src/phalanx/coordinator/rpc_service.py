@@ -20,6 +20,7 @@ from phalanx.data.run.thread_pool import PendingCall, ThreadPool
 from phalanx.net.connection import Connection
 from phalanx.net.event_loop import EventLoop
 from phalanx.net.framing import Limits, Message, ProtocolError, encode
+from phalanx.runtime.formatting import shown
 
 __all__ = ["LIMITS", "PURPOSE", "RpcService", "code_of", "error_of", "pack", "unpack"]
 
@@ -79,7 +80,15 @@ def pack(values: Any) -> list[Any]:
     """A nest of arrays, numbers and texts as bytes; the arrays themselves are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     plain = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, values)
-    head = cloudpickle.dumps(plain, protocol=5, buffer_callback=buffers.append)
+    try:
+        head = cloudpickle.dumps(plain, protocol=5, buffer_callback=buffers.append)
+    except errors.PhalanxError:
+        raise
+    except Exception as error:
+        raise errors.InvalidTypeError(
+            "What goes through a remote call must be something that can be sent to another process: "
+            f"{error}. Received: {shown(values)}"
+        ) from error
     return [head, *(buffer.raw() for buffer in buffers)]
 
 
@@ -119,6 +128,11 @@ class RpcService:
         self._threads.stop()
         self._loop.call(self._end_all)
         self._loop.close()
+
+    @property
+    def connections(self) -> int:
+        """How many clients are connected."""
+        return len(self._open)
 
     def status(self) -> dict[str, Any]:
         """The methods, and how many calls run."""

@@ -44,7 +44,7 @@ _log = logging.getLogger("phalanx")
 
 _PROTOCOLS = ("grpc", "grpc+verbs")
 _LOOK_EVERY = 60.0  # seconds
-_ALONE = 4.5  # seconds without any other task, after which the one that should have come is named
+_ALONE = 4.5  # seconds without any other task, after which the one that should be there is named
 
 
 class _NoSuchTaskError(InternalError, InvalidValueError):
@@ -63,6 +63,10 @@ class Service(Protocol):
 
     def status(self) -> Mapping[str, Any]:
         """What the service holds and has done."""
+
+    @property
+    def connections(self) -> int:
+        """How many connections it has, about."""
 
     def close(self) -> None:
         """End it, with its connections."""
@@ -186,22 +190,34 @@ class Server:
             self._stopped.wait(_LOOK_EVERY)
         self._stopped.ring()  # for the next who waits
 
+    @property
+    def _is_used(self) -> bool:
+        """Whether tasks are connected; people who ask for the status are none."""
+        return any(s.connections for s in self._services.values() if not isinstance(s, RpcService))
+
     def _wait_for_others(self) -> None:
-        """Wait until a task has come for what this one serves; no wait is silent."""
-        chief, pause = "", _ALONE
+        """Wait until the server is stopped, and say so while no task uses it; no wait is silent."""
+        chief = ""
         for index in self._cluster.task_indices("chief") if "chief" in self._cluster.jobs else ():
             chief = f", also not chief {index} at {self._cluster.task_address('chief', index)}"
-        while not (self._is_over or self._has_served):
-            if not self._stopped.wait(pause) and not self._has_served:
-                seconds = time.monotonic() - self._begun
-                _log.warning(
-                    "%s at %s has been waiting for %.0f seconds, and no task has come yet%s.",
-                    self._task,
-                    self._task.address,
-                    seconds,
-                    chief,
-                )
-                pause = min(2 * pause, _LOOK_EVERY)
+        since, silence, pause = self._begun, _ALONE, _ALONE
+        while not (self._is_over or self._stopped.wait(_ALONE / 4)):
+            if self._is_used:
+                since, silence, pause = time.monotonic(), _ALONE, _ALONE
+            seconds = time.monotonic() - since
+            if seconds < silence:
+                continue
+            pause = min(2 * pause, _LOOK_EVERY)
+            silence = seconds + pause
+            _log.warning(
+                "%s at %s has been waiting for %.0f seconds, and no task %s%s.%s",
+                self._task,
+                self._task.address,
+                seconds,
+                "uses it any more" if self._has_served else "has come yet",
+                chief,
+                " It serves until it is stopped." if self._has_served else "",
+            )
 
     def stop(self) -> None:
         """Stop listening, end all connections, and let `join` return."""

@@ -101,6 +101,11 @@ class WorkerService:
         session = self._session
         return {} if session is None else session.status()
 
+    @property
+    def connections(self) -> int:
+        """How many coordinators are connected."""
+        return len(self._sessions)
+
     def close(self) -> None:
         """End all connections. A closure that runs goes on, and the coordinator does not hear of it."""
         self._is_closed = True

@@ -146,6 +146,11 @@ class ParameterService:
         """What the server holds and has done."""
         return self._loop.call(self._status)
 
+    @property
+    def connections(self) -> int:
+        """How many connections of tasks there are."""
+        return len(self._sessions)
+
     # -- inside the loop's thread ------------------------------------------------------------------
 
     def _left(self, session: _Session) -> None:

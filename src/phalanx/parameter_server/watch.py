@@ -122,7 +122,7 @@ class _Watched:
         late = _LATE  # seconds of silence after which to name it next
         self._heard = time.monotonic()
         try:
-            while not self._over.wait(_PAUSE if stream is None else _BEAT):
+            while not self._over.wait(_BEAT if self._has_lost or stream is not None else _PAUSE):
                 if self._home() is None:  # no code needs the server any more
                     break
                 try:
@@ -141,6 +141,7 @@ class _Watched:
                     if late > _LATE:
                         _log.warning("%s at %s answers again.", self._task, self._task.address)
                     self._heard, self._reason, late = time.monotonic(), "", _LATE
+                    self._has_lost = False
         finally:
             if stream is not None:
                 stream.close()

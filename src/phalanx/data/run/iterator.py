@@ -21,6 +21,7 @@ from phalanx.errors import DataLossError, InvalidValueError, OutOfRangeError
 from phalanx.runtime import host_memory
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import uninterrupted
+from phalanx.runtime.pickling import StaysHere
 from phalanx.runtime.seeding import next_seed
 
 
@@ -182,9 +183,13 @@ class _Iteration:
             self.queue.waiting.clear()
 
 
-class ElementIterator:
+class ElementIterator(StaysHere):
     """What all iterators share: elements are taken from a queue, and each goes to one thread."""
 
+    instead = (
+        "Each worker needs an iterator of its own: give the dataset to "
+        "ClusterCoordinator.create_per_worker_dataset."
+    )
     _iteration: Any  # what fills the queue
     _end_message: ClassVar[str]
 

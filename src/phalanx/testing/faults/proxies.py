@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -50,8 +51,8 @@ class Proxies:
     def __init__(self, targets: Mapping[str, str]) -> None:
         self._targets = dict(targets)
         self._pairs: dict[str, set[_Pair]] = {task: set() for task in targets}
-        self._timers: set[asyncio.Task[None]] = set()
-        self._servers: list[asyncio.Server] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: list[socket.socket] = []
         self.addresses: dict[str, str] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -129,49 +130,55 @@ class Proxies:
         self._keep(self._loop.create_task(call()))
 
     def _keep(self, task: asyncio.Task[None]) -> None:
-        self._timers.add(task)
-        task.add_done_callback(self._timers.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _listen(self) -> None:
         for task in self._targets:
-            # Not a coroutine: what asyncio does about the end of one complains if it was cancelled, and
-            # one that is cancelled before it has begun cannot close its connection.
-            def serve(
-                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: str = task
-            ) -> None:
-                serving = self._loop.create_task(self._serve(task, reader, writer))
-                serving.add_done_callback(lambda _: writer.transport.abort())
-                self._keep(serving)
+            listener = socket.create_server(("127.0.0.1", 0))
+            listener.setblocking(False)
+            self._listeners.append(listener)
+            self.addresses[task] = f"127.0.0.1:{listener.getsockname()[1]}"
+            self._loop.add_reader(listener, self._accept, task, listener)
 
-            server = await asyncio.start_server(serve, "127.0.0.1", 0)
-            self.addresses[task] = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            self._servers.append(server)
+    def _accept(self, task: str, listener: socket.socket) -> None:
+        """Take a connection.
+
+        A server of asyncio has a task for each that it takes. If that is cancelled before it has begun,
+        or the server is closed before, the connection stays open.
+        """
+        with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionAbortedError):
+            sock, _ = listener.accept()
+            sock.setblocking(False)
+            serving = self._loop.create_task(self._serve(task, sock))
+            serving.add_done_callback(
+                lambda _: sock.close()
+            )  # also one that was cancelled before it began
+            self._keep(serving)
 
     async def _end(self) -> None:
-        for server in self._servers:
-            server.close()
-        # A connection that was accepted just now has a task that is not there yet.
-        while rest := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
-            await asyncio.sleep(0)
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            listener.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(
-        self, task: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _serve(self, task: str, sock: socket.socket) -> None:
         try:
             far_reader, far = await asyncio.open_connection(*split_address(self._targets[task]))
-        except BaseException as error:
-            writer.transport.abort()
-            if isinstance(error, OSError):
-                return
+        except OSError:
+            return  # nothing listens there
+        try:
+            reader, near = await asyncio.open_connection(sock=sock)
+        except BaseException:
+            far.transport.abort()
             raise
-        pair = _Pair(writer, far)
+        pair = _Pair(near, far)
         self._pairs[task].add(pair)
         try:
             await asyncio.gather(
-                _copy(reader, far, pair.there, pair), _copy(far_reader, writer, pair.back, pair)
+                _copy(reader, far, pair.there, pair), _copy(far_reader, near, pair.back, pair)
             )
         finally:
             self._pairs[task].discard(pair)
