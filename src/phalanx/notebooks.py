@@ -22,7 +22,7 @@ def launch(
 
     The function may be defined in a notebook: it travels with cloudpickle. In it,
     `px.MultiWorkerMirroredStrategy()` meets the other workers. If a worker fails, its error is raised
-    here, and the others are ended.
+    here, and the others are ended. What workers print is shown at the end, with their numbers.
 
     Args:
         fn: the function; every worker calls it.
@@ -41,5 +41,11 @@ def launch(
     count = check_integer(workers, "workers", 1, 1024)
     devices = check_integer(devices_per_worker, "devices_per_worker", 1, 1024)
     limit = check_number(timeout, "timeout", 0.001, 1e9)
-    with MultiProcess(workers=count, devices=devices) as cluster:
-        return list(cluster.run(fn, *args, timeout=limit))
+    cluster = MultiProcess(workers=count, devices=devices)
+    try:
+        with cluster:
+            return list(cluster.run(fn, *args, timeout=limit))
+    finally:
+        for worker in range(count):
+            for line in cluster.stdout(worker).splitlines():
+                print(f"[worker {worker}] {line}", flush=True)

@@ -66,6 +66,10 @@ def next_key() -> jax.Array:
         >>> len({float(step()) for _ in range(3)})
         3
     """
+    source = seeding.key_source()
+    if source is not None:
+        key: jax.Array = source()
+        return key
     replica = ctx.active_replica()
     if replica is None and not compat.is_staging():
         return jax.random.key(next_seed())

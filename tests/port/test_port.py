@@ -67,6 +67,12 @@ PRINTED = {
     "transformer_fit": ["loss falls True", "accuracy above 0.8 True steps 60"],
     "distributed_gan": ["finite True steps 9", "means True True", "sample (3, 2)"],
     "dcgan": ["moved True finite True", "pictures (2, 4, 4, 1) steps 4"],
+    "custom_train_step": [
+        "{'mae': [0.2677, 0.2655, 0.2641], 'loss': [0.1045, 0.1019, 0.1001]}",  # TensorFlow's
+        "{'mae': [0.2627], 'loss': [0.0552]}",
+        "[0.0923, 0.262]",
+    ],
+    "gan_train_step": ["['d_loss', 'g_loss'] True", "iterations 6 6"],
     "contrastive": ["steps 20 files 1", "loss falls True"],
     "multi_worker": ["loss 0.00010", "metric 0.15648 saved True"],
     "parameter_server": ["steps 300", "loss below 1 True shards 2"],
@@ -82,6 +88,7 @@ SLOW = (
     "trainer_class",
     "contrastive",
     "dcgan",
+    "gan_train_step",
 )  # which compile for seconds
 
 
@@ -443,19 +450,55 @@ def test_models_are_lifted_where_they_are_whole() -> None:
         "class Own(tf.keras.Model):\n    def train_step(self, data):\n"
         "        with tf.GradientTape() as t:\n            loss = self(data)\n"
         "        return t.gradient(loss, self.trainable_variables)\n"
+        "Own().train_step(x)\n"
     )
     done = port(text)
     assert "model.add(layer)\nmodel = px.keras.lift(model)\ndef step" in done.text
     assert [str(mark) for mark in done.marks] == [
-        "tf.GradientTape: Keras on JAX computes gradients itself: override compute_loss, not train_step"
+        "tf.GradientTape: Keras on JAX has other steps: see px.keras.stateful, or override compute_loss"
     ]
     assert [line for line, _ in done.places] == [
         1
         + done.text.splitlines().index(
-            "        # PORT: tf.GradientTape: Keras on JAX computes gradients itself: override "
-            "compute_loss, not train_step"
+            "        # PORT: tf.GradientTape: Keras on JAX has other steps: see px.keras.stateful, or "
+            "override compute_loss"
         )
     ]
+
+
+def test_steps_of_keras_models_get_their_state() -> None:
+    text = (
+        "import tensorflow as tf\nclass Own(tf.keras.Model):\n"
+        "    @tf.function\n    def train_step(self, data):\n        return self._update(data)\n"
+        "    def _update(self, data):\n        with tf.GradientTape() as t:\n"
+        "            loss = self(data)\n"
+        "        g = t.gradient(loss, self.trainable_variables)\n        return g\n"
+        "    def test_step(self, state, data):\n        return {}, state\n"
+    )
+    done = port(text)
+    assert done.marks == []
+    assert "    @px.keras.stateful\n    def train_step(self, data):" in done.text
+    assert "loss, g = px.keras.value_and_grad(compute_loss, self.trainable_variables)()" in done.text
+    assert done.text.count("stateful") == 1
+    assert "px.function" not in done.text
+    # A loop that calls the step has no state to give, and neither has a step that calls Keras's.
+    done = port(text.replace("self._update(data)", "super().train_step(data)"))
+    assert "stateful" not in done.text
+
+
+def test_parts_of_keras_that_tensorflow_has_too() -> None:
+    done = port(
+        "import tensorflow as tf\nfrom tensorflow import losses, device\n"
+        "from tensorflow.keras import layers\nmodel.fit(x)\nwith device('CPU:0'):\n    pass\n"
+        "a = tf.metrics.Mean(), losses.Hinge(), tf.optimizers.SGD(), tf.dtypes.int64\n"
+        "b = tf.gather(x, i), tf.gather(params=x, indices=i), tf.gather(x, i, axis=1)\n"
+    )
+    assert done.text.splitlines()[-2:] == [
+        "a = keras.metrics.Mean(), keras.losses.Hinge(), keras.optimizers.SGD(), jnp.int64",
+        "b = jnp.take(x, i, axis=0), jnp.take(a=x, indices=i, axis=0), jnp.take(x, i, axis=1)",
+    ]
+    assert "from tensorflow import device\n" in done.text
+    assert "tensorflow.keras" not in done.text
 
 
 def test_models_that_objects_have_are_lifted() -> None:
@@ -472,8 +515,9 @@ def test_models_that_objects_have_are_lifted() -> None:
         "        self.other = Sub()\n" + step
     )
     lines = [line.strip() for line in done.text.splitlines()]
-    assert [mark.what for mark in done.marks] == ["tf.GradientTape"]
-    assert lines.index("class Sub(Net):") < done.places[0][0] < lines.index("class Trainer(object):")
+    assert done.marks == []
+    assert lines[lines.index("class Sub(Net):") + 1] == "@px.keras.stateful"
+    assert lines.count("@px.keras.stateful") == 1
     assert lines[lines.index("self.net = net") + 1] == "self.net = px.keras.lift(self.net)"
     assert lines[-1] == "loss, g = px.value_and_grad(compute_loss, self.net.trainable_variables)()"
 

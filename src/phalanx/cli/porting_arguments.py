@@ -39,6 +39,7 @@ _LISTED = {
     "clip_by_value": "t:arr clip_value_min:min clip_value_max:max",
     "pad": "tensor:array paddings:pad_width",
     "one_hot": "indices:x depth:num_classes axis:axis dtype:dtype",
+    "gather": "params:a indices:indices axis:axis",
     "norm": "tensor:x ord:ord axis:axis keepdims:keepdims",
     "softmax": "logits:x axis:axis",
     "log_softmax": "logits:x axis:axis",
@@ -60,6 +61,7 @@ _LISTED |= dict.fromkeys(
 _LISTED |= dict.fromkeys(["relu", "elu", "silu", "softplus"], "features:x")
 _KEYWORDS = {name: dict(pair.split(":") for pair in pairs.split()) for name, pairs in _LISTED.items()}
 _DEFAULTS = dict.fromkeys(["argmax", "argmin", "cumsum"], ("axis", "axis", "0")) | {
+    "gather": ("axis", "axis", "0"),
     "leaky_relu": ("alpha", "negative_slope", "0.2"),
     "gelu": ("approximate", "approximate", "False"),
     "makedirs": ("", "exist_ok", "True"),
@@ -96,7 +98,8 @@ def ported_arguments(full: str, args: Sequence[cst.Arg]) -> tuple[list[cst.Arg],
     is_known = not any(arg.star for arg in args)
     if name in _DEFAULTS and is_known:
         theirs, ours, value = _DEFAULTS[name]
-        if theirs not in given and (not theirs or len(args) - len(given) < 2):
+        before = 2 if name == "gather" else 1  # arguments that stand before it
+        if theirs not in given and (not theirs or len(args) - len(given) <= before):
             comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
             kept = [arg.with_changes(comma=comma) for arg in kept]
             kept.append(_named(cst.Arg(cst.parse_expression(value)), ours))

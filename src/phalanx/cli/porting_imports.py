@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 import libcst.matchers as m
 
-from phalanx.cli.porting_tree import Mark, commented, dotted
+from phalanx.cli.porting_tree import PARTS_OF_KERAS, Mark, commented, dotted
 
 __all__ = ["aliases_of", "bound_names", "with_imports"]
 
@@ -55,6 +55,8 @@ def _theirs(path: str) -> str:
     first, _, rest = path.partition(".")
     rest = rest.removeprefix("compat.v2").removeprefix(".") if first == "tensorflow" else rest
     start = "tf" if first == "tensorflow" else "tf.keras"
+    if start == "tf" and rest.split(".")[0] in PARTS_OF_KERAS:
+        start = "tf.keras"
     return f"{start}.{rest}" if rest else start
 
 
@@ -226,11 +228,29 @@ class _Imports(cst.CSTTransformer):
 
     def _rest(self, node: Any) -> Any:
         """What is left of an import; None if nothing is."""
-        if self._keeps or _is_star(node) or not any(map(_is_theirs, _modules(node))):
+        if _is_star(node) or not any(map(_is_theirs, _modules(node))):
             return node
-        if isinstance(node, cst.ImportFrom):
+        if isinstance(node, cst.ImportFrom) and not self._keeps:
             return None
+        if isinstance(node, cst.ImportFrom):
+            return self._of_tensorflow(node)
+        if self._keeps:
+            return node
         names = [alias for alias in node.names if not _is_theirs(dotted(alias.name) or "")]
+        if not names:
+            return None
+        names[-1] = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return node.with_changes(names=names)
+
+    @staticmethod
+    def _of_tensorflow(node: cst.ImportFrom) -> cst.ImportFrom | None:
+        """What is imported besides parts of Keras, whose names were all replaced."""
+        if isinstance(node.names, cst.ImportStar):
+            return node
+        path = dotted(node.module) or ""
+        names = [
+            a for a in node.names if not _theirs(f"{path}.{a.evaluated_name}").startswith("tf.keras")
+        ]
         if not names:
             return None
         names[-1] = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)

@@ -330,6 +330,7 @@ NAMES: list[Name] = [
     ),
     Name("tf.sigmoid", "jax.nn.sigmoid"),
     Name("tf.one_hot", "jax.nn.one_hot"),
+    Name("tf.gather", "jnp.take", "phalanx port adds axis=0"),
     Name("tf.Tensor", "jax.Array"),
     Name("tf.TensorShape", "tuple", "takes no None"),
     Name("tf.add_n", "sum"),
@@ -375,6 +376,7 @@ PREFIXES = {
     "tf.keras.optimizers.legacy": "px.optimizers",
     "tf.keras.optimizers.experimental": "px.optimizers",
     "tf.keras.callbacks.experimental": "keras.callbacks",
+    "tf.dtypes": "jnp",
     "tf.keras.layers.experimental.preprocessing": "keras.layers",
 }
 """Modules whose names are the same here."""

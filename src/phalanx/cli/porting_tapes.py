@@ -13,6 +13,16 @@ from phalanx.cli.porting_tree import Mark, commented, dotted, full_name
 __all__ = ["Tapes"]
 
 
+_WITH_STEPS = "model of Keras with steps"
+_STEP = m.Name("train_step") | m.Name("test_step") | m.Name("predict_step")
+
+
+def _is_step(node: Any) -> bool:
+    """Whether a method is a step of Keras as TensorFlow has it: of the model and the data."""
+    is_step = m.matches(node, m.FunctionDef(name=_STEP))
+    return is_step and len(node.params.params) == 2
+
+
 class _Gradient(NamedTuple):
     """A call of ``tape.gradient``: where it stands, what it is assigned to, of which loss, by what."""
 
@@ -33,10 +43,12 @@ class Tapes(cst.CSTTransformer):
         self.count = 0
         self._around: list[str] = []  # the functions and the models of Keras around the code
         self._models: set[str] = set()  # classes of the program that are models of Keras
+        self._calls_steps = False  # whether the program calls steps of Keras itself
 
     def visit_Module(self, node: cst.Module) -> None:  # noqa: N802
         """Look which names there are."""
         self._taken = _names(node)
+        self._calls_steps = bool(m.findall(node, m.Attribute(attr=_STEP)))
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
         """A class begins."""
@@ -46,7 +58,8 @@ class Tapes(cst.CSTTransformer):
         is_model = any(base.startswith("tf.keras") or base in self._models for base in bases)
         if is_model:
             self._models.add(node.name.value)
-        self._around.append("model of Keras" if is_model else "class")
+        has_steps = is_model and not self._calls_steps and any(map(_is_step, node.body.body))
+        self._around.append(_WITH_STEPS if has_steps else "model of Keras" if is_model else "class")
 
     def leave_ClassDef(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """A class ends."""
@@ -58,9 +71,17 @@ class Tapes(cst.CSTTransformer):
         self._around.append(node.name.value)
 
     def leave_FunctionDef(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
-        """A function ends."""
+        """A function ends; steps of Keras models that write variables get a decorator."""
         self._around.pop()
-        return updated_node
+        if self._around[-1:] != [_WITH_STEPS] or not _is_step(original_node):
+            return updated_node
+        kept = [d for d in updated_node.decorators if not self._is_function(d.decorator)]
+        first = cst.Decorator(cst.parse_expression("px.keras.stateful"))
+        return updated_node.with_changes(decorators=[first, *kept])
+
+    def _is_function(self, decorator: Any) -> bool:
+        func = decorator.func if isinstance(decorator, cst.Call) else decorator
+        return full_name(func, self._aliases) == "tf.function"
 
     def leave_IndentedBlock(  # noqa: N802
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
@@ -136,7 +157,7 @@ class Tapes(cst.CSTTransformer):
         """The statements in place of tapes and their gradients; or why there are none."""
         reason = _unusual(block, tapes)
         if self._around[-2:] == ["model of Keras", "train_step"]:
-            reason = "Keras on JAX computes gradients itself: override compute_loss, not train_step"
+            reason = "Keras on JAX has other steps: see px.keras.stateful, or override compute_loss"
         if reason:
             return reason
         ends = (i for i, s in enumerate(rest) if {*(self._tapes_of(s) or ())} & {*tapes})
@@ -156,7 +177,8 @@ class Tapes(cst.CSTTransformer):
         function = "compute_" + "_and_".join(dict.fromkeys(losses))
         while function in self._taken:
             function += "_here"
-        lines = _differentiation(function, found, others)
+        home = "px.keras" if _WITH_STEPS in self._around else "px"
+        lines = _differentiation(home, function, found, others)
         body = [*block.body.body, cst.parse_statement(lines[0])]
         definition = cst.FunctionDef(
             name=cst.Name(function),
@@ -194,7 +216,9 @@ def _names(statement: Any) -> set[str]:
     return {n.value for n in m.findall(statement, m.Name()) if isinstance(n, cst.Name)}
 
 
-def _differentiation(function: str, found: list[_Gradient], others: list[str]) -> tuple[str, str]:
+def _differentiation(
+    home: str, function: str, found: list[_Gradient], others: list[str]
+) -> tuple[str, str]:
     """The last line of the function, and the line that differentiates it."""
     bundle = f"({', '.join(others)}{',' if len(others) == 1 else ''})"
     if len(found) == 1:
@@ -206,10 +230,10 @@ def _differentiation(function: str, found: list[_Gradient], others: list[str]) -
         given = f"[{', '.join(each.variables for each in found)}]"
         name = "values_and_grads"
     if not others:
-        return f"return {value}", f"{value}, {grads} = px.{name}({function}, {given})()"
+        return f"return {value}", f"{value}, {grads} = {home}.{name}({function}, {given})()"
     return (
         f"return {value}, {bundle}",
-        f"({value}, {bundle}), {grads} = px.{name}({function}, {given}, has_aux=True)()",
+        f"({value}, {bundle}), {grads} = {home}.{name}({function}, {given}, has_aux=True)()",
     )
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import libcst as cst
 
-__all__ = ["Mark", "commented", "dotted", "full_name"]
+__all__ = ["PARTS_OF_KERAS", "Mark", "commented", "dotted", "full_name"]
+
+PARTS_OF_KERAS = ("initializers", "losses", "metrics", "optimizers")
+"""Modules of Keras that are also modules of TensorFlow."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ def full_name(node: Any, aliases: dict[str, str]) -> str | None:
         return None
     first, _, rest = path.partition(".")
     start = aliases.get(first)
+    if start == "tf" and rest.split(".")[0] in PARTS_OF_KERAS and "." in rest:
+        start = "tf.keras"
     return None if start is None else f"{start}.{rest}" if rest else start
 
 

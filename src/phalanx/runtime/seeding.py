@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import secrets
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ import numpy as np
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["next_seed", "set_seed"]
+__all__ = ["key_source", "keys_from", "next_seed", "set_seed"]
 
 
 class _Global:
@@ -42,3 +45,23 @@ def next_seed() -> int:
         _global.count += 1
         words: list[Any] = [_global.seed % 2**64, _global.count]
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+_source: contextvars.ContextVar[Callable[[], Any] | None] = contextvars.ContextVar(
+    "source of keys", default=None
+)
+
+
+def key_source() -> Callable[[], Any] | None:
+    """What gives random keys here, in a program that keeps a state of its own for them."""
+    return _source.get()
+
+
+@contextlib.contextmanager
+def keys_from(source: Callable[[], Any]) -> Iterator[None]:
+    """Let `px.random.next_key` return what a function gives."""
+    before = _source.set(source)
+    try:
+        yield
+    finally:
+        _source.reset(before)

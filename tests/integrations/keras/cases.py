@@ -191,6 +191,61 @@ class OwnLoss(keras.Sequential):
         return keras.ops.max(keras.ops.abs(y - y_pred)) + keras.ops.mean(keras.ops.square(y - y_pred))
 
 
+class TwoNetworks(keras.Model):
+    """A GAN, whose steps are written as for TensorFlow; each network has an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = keras.Sequential([keras.Input((2,)), layers.Dense(6), layers.Dropout(0.3)])
+        self.d = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh", kernel_regularizer="l2")])
+        self.rate = keras.metrics.Mean(name="rate")
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.rate]
+
+    def _scores(self, data: Any) -> tuple[Any, Any]:
+        real, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        noise = jax.random.normal(px.random.next_key(), (real.shape[0], 2))
+        return self.d(real, training=True), self.d(self.g(noise, training=True))
+
+    @px.keras.stateful
+    def train_step(self, data: Any) -> Any:
+        def losses() -> Any:
+            real, made = self._scores(data)
+            loss = keras.ops.mean(keras.ops.square(made))
+            return (keras.ops.mean(keras.ops.square(real - 1)) + loss + sum(self.d.losses), -loss), made
+
+        both = self.d.trainable_variables, self.g.trainable_variables
+        ((d_loss, _), made), gradients = px.keras.values_and_grads(losses, both, has_aux=True)()
+        self.d_optimizer.apply_gradients(zip(gradients[0], both[0], strict=True))
+        self.g_optimizer.apply(gradients[1], both[1])
+        self.rate.update_state(made)
+        return {"d_loss": d_loss, "rate": self.rate.result()}
+
+    @px.keras.stateful
+    def test_step(self, data: Any) -> Any:
+        self.rate.update_state(self.d(data))
+        return {"rate": self.rate.result()}
+
+    @px.keras.stateful
+    def predict_step(self, data: Any) -> Any:
+        return self.d(data)
+
+
+@case
+def steps_that_write_variables() -> Any:
+    model = TwoNetworks()
+    model.compile(keras.optimizers.Adam(0.02), keras.optimizers.SGD(0.1, momentum=0.9))
+    model.fit(X, validation_data=(X[:7],), **FIT)
+    slots = [np.asarray(v) for o in (model.d_optimizer, model.g_optimizer) for v in o.variables]
+    return result(model, slots, model.evaluate(X, verbose=0), model.predict(X, 7, verbose=0))
+
+
 @case
 def custom_compute_loss() -> Any:
     model = OwnLoss([keras.Input((6,)), layers.Dense(1)])

@@ -111,3 +111,9 @@ def unflatten(structure: Any, arrays: Sequence[Any], cuts: Sequence[Cut | None])
     """A batch of true rows, for Keras's steps."""
     rows = [true_rows(x, cut) for x, cut in zip(arrays, cuts, strict=True)]
     return jax.tree.unflatten(structure, rows)
+
+
+def described(batch: Any) -> Any:
+    """The shapes and dtypes of a batch of true rows, which steps can be traced for."""
+    leaves, structure = flatten(batch)
+    return jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])

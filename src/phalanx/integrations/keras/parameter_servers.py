@@ -24,11 +24,11 @@ from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.execution.function import function
 from phalanx.integrations.keras import touch_points
 from phalanx.integrations.keras.adapters import PlacedInput
-from phalanx.integrations.keras.steps import PARTS
+from phalanx.integrations.keras.own_steps import state_variables
 from phalanx.runtime.formatting import shown
 from phalanx.strategies.parameter_server import ParameterServerStrategy
 
-_TRAIN = PARTS["train_step"]
+_TRAIN = touch_points.PARTS["train_step"]
 
 
 class DatasetCreator:
@@ -136,9 +136,7 @@ class ServerStep:
         if not self._remote:
             with self._strategy.scope():
                 for part, values in state.items():
-                    names = [
-                        v.path.replace("/", "_") for v in touch_points.variables_of(self._model, part)
-                    ]
+                    names = [v.path.replace("/", "_") for v in state_variables(self._model, part)]
                     pairs = zip(values, names, strict=True)
                     self._remote[part] = [Variable(np.asarray(x), name=name) for x, name in pairs]
             # Its values are in the variables, which Keras has emptied; a copy of it takes them along.

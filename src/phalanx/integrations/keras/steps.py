@@ -17,16 +17,9 @@ from phalanx.execution.throttle import THROTTLE, token
 from phalanx.integrations.keras import touch_points
 from phalanx.integrations.keras.batches import flatten, key_of, unflatten
 from phalanx.integrations.keras.model_devices import ModelDevices
+from phalanx.integrations.keras.own_steps import state_variables
 from phalanx.job.shared_programs import SharedProgram, serial_of
 from phalanx.runtime.interrupts import uninterrupted
-
-_WEIGHTS = ("trainable_variables", "non_trainable_variables")
-PARTS = {
-    "train_step": (*_WEIGHTS, "optimizer_variables", "metrics_variables"),
-    "test_step": (*_WEIGHTS, "metrics_variables"),
-    "predict_step": _WEIGHTS,
-}
-"""The parts of the state that each step of Keras takes and returns."""
 
 KerasStep = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -53,7 +46,7 @@ class ModelStep:
         self, model: Any, devices: ModelDevices, name: str, step: KerasStep, joins: bool = False
     ) -> None:
         self._model, self._devices, self._name = model, devices, name
-        self._step, self._joins, self._parts = step, joins, PARTS[name]
+        self._step, self._joins, self._parts = step, joins, touch_points.PARTS[name]
         self._programs: dict[Any, Any] = {}
         self._returned: Any = None  # by the latest step that was not compiled
 
@@ -102,7 +95,7 @@ class ModelStep:
     def _placed(self, state: Any) -> Any:
         """The state on all devices, or as the strategy lays it out."""
         leaves, structure = jax.tree.flatten(state)
-        variables = [v for part in self._parts for v in touch_points.variables_of(self._model, part)]
+        variables = [v for part in self._parts for v in state_variables(self._model, part)]
         shardings = self._shardings(variables)
         names = [(part, i) for part in self._parts for i in range(len(state[self._parts.index(part)]))]
         return jax.tree.unflatten(structure, self._devices.placed(leaves, shardings, names))

@@ -37,6 +37,15 @@ _NEEDED = {
 _METHODS = ("_get_jax_state", "jax_state_sync", "_symbolic_build", "make_train_function")
 
 
+_WEIGHTS = ("trainable_variables", "non_trainable_variables")
+PARTS = {
+    "train_step": (*_WEIGHTS, "optimizer_variables", "metrics_variables"),
+    "test_step": (*_WEIGHTS, "metrics_variables"),
+    "predict_step": _WEIGHTS,
+}
+"""The parts of the state that each step of Keras takes and returns."""
+
+
 def problem() -> PhalanxError | None:
     """Why models of the installed Keras cannot be distributed; None if they can be."""
     import keras
@@ -210,11 +219,16 @@ def forget_programs(model: Any) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-def variables_of(model: Any, part: str) -> list[Any]:
-    """The variables of a part of the state that Keras gives to steps."""
-    if part == "optimizer_variables":
-        return list(model.optimizer.variables)
-    return list(getattr(model, part))
+def first_batch(iterator: Any) -> Any:
+    """The batch with which an epoch begins; Keras resets the iterator afterwards."""
+    *_, found = next(iter(iterator))
+    return found[0] if isinstance(found, list | tuple) else next(found)
+
+
+def take_value(variable: Any) -> Any:
+    """The value of a variable, which is empty from now on."""
+    value, variable._value = variable.value, None
+    return value
 
 
 def give_back(model: Any, parts: Sequence[str], state: Sequence[Any]) -> None:

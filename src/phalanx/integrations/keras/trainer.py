@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from phalanx.integrations.keras import touch_points, workers
+from phalanx.integrations.keras import own_steps, touch_points, workers
 from phalanx.integrations.keras.adapters import (
     PlacedInput,
     input_for,
@@ -19,6 +19,7 @@ from phalanx.integrations.keras.adapters import (
     shuffle_alike,
 )
 from phalanx.integrations.keras.batch_norm import per_replica
+from phalanx.integrations.keras.batches import described
 from phalanx.integrations.keras.distribution import (
     ModelDistribution,
     distribution_of,
@@ -28,6 +29,8 @@ from phalanx.integrations.keras.parameter_servers import ServerStep, WorkersInpu
 from phalanx.integrations.keras.steps import ModelStep
 from phalanx.runtime.interrupts import uninterrupted
 from phalanx.strategies.parameter_server import ParameterServerStrategy
+
+_ALL_PARTS = dict.fromkeys(touch_points.PARTS["train_step"], True)
 
 
 def strategy_trainer(base: type[Any]) -> type[Any]:
@@ -77,12 +80,31 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
                 self.predict_function = ModelStep(self, known.devices, "predict_step", step, joins=True)
             return self.predict_function
 
+        def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+            own_steps.prepare(self)
+            if own_steps.needs_batch(self) and data_batch is None:
+                data_batch = touch_points.first_batch(iterator)
+            super()._symbolic_build(iterator=iterator, data_batch=data_batch)
+            if own_steps.needs_batch(self):
+                own_steps.build_optimizers(
+                    self, described(data_batch), lambda: self._get_jax_state(**_ALL_PARTS)
+                )
+
+        def _state(self, purge_model_variables: bool = False, **parts: bool) -> Any:
+            state = super()._get_jax_state(purge_model_variables=purge_model_variables, **parts)
+            more = own_steps.other_variables(self) if parts.get("optimizer_variables") else []
+            if more:
+                take = touch_points.take_value if purge_model_variables else lambda v: v.value
+                at = [name for name, is_taken in parts.items() if is_taken].index("optimizer_variables")
+                state[at].extend(map(take, more))
+            return state
+
         def _get_jax_state(self, purge_model_variables: bool = False, **parts: bool) -> Any:
             if not purge_model_variables or _here(self) is None:
-                return super()._get_jax_state(purge_model_variables=purge_model_variables, **parts)
+                return self._state(purge_model_variables, **parts)
             with uninterrupted():
                 # The variables are empty from here on, so an interrupt must find the values elsewhere.
-                state = super()._get_jax_state(purge_model_variables=True, **parts)
+                state = self._state(True, **parts)
                 names = [name for name, is_taken in parts.items() if is_taken]
                 touch_points.hold_taken_state(self, dict(zip(names, state, strict=True)))
             return state
@@ -98,8 +120,10 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
                     for part, values in held.items()
                 }
                 touch_points.hold_state(self, at_rest)
+            held = touch_points.held_state(self) or {}
             with uninterrupted():
                 super().jax_state_sync()
+                own_steps.give_back(self, held.get("optimizer_variables") or ())
                 if known is not None:
                     touch_points.forget_state(self)
 
