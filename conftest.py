@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # What one of the many processes has compiled, the others find: modules of Python, and programs of JAX.
@@ -44,6 +45,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 px.config.set_logical_device_configuration(
     px.config.list_physical_devices("CPU")[0], [px.config.LogicalDeviceConfiguration()] * 8
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse names that differ between processes of pytest, which could not divide the tests then."""
+    addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if addresses:
+        raise pytest.UsageError(f"Give these cases ids without addresses: {addresses}")
 
 
 def pytest_collection_finish() -> None:

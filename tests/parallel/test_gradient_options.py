@@ -205,7 +205,7 @@ def in_branch(w: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("loss", "count"), [(in_loop, 1), (in_layers, 1), (in_block, 2), (in_branch, 3)], ids=str
+    ("loss", "count"), [(in_loop, 1), (in_layers, 1), (in_block, 2), (in_branch, 3)]
 )
 def test_gradient_fp32_sync_inside_functions(loss: Any, count: int) -> None:
     """In the rounds of loops, in blocks that are computed again, and in branches."""
