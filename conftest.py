@@ -30,6 +30,10 @@ if (
 ):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HURRIED}".strip()
 
+os.environ.setdefault(
+    "KERAS_BACKEND", "jax"
+)  # read when Keras is imported, which examples may do first
+
 import phalanx as px  # noqa: E402
 
 # A test may take longer on a busy machine. On CI, Hypothesis draws the same examples every time.

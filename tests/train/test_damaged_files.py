@@ -61,6 +61,8 @@ def test_files_of_weights(tmp_path: Path) -> None:
         px.train.load_weights(str(path), {"w": w})
 
 
+# When a read fails, Orbax ends its event loop. Other reads of tensorstore, which end later, complain.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning")
 def test_checkpoints_of_orbax(tmp_path: Path) -> None:
     wanted = np.random.default_rng(0).normal(size=500).astype(np.float32)
     w = px.Variable(wanted)

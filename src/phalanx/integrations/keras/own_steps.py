@@ -52,7 +52,9 @@ def stateful(step: Callable[..., Any]) -> Callable[..., Any]:
         ...             return self.compute_loss(y=y, y_pred=self(x, training=True))
         ...         value, gradients = px.keras.value_and_grad(loss, self.trainable_variables)()
         ...         self.optimizer.apply(gradients, self.trainable_variables)
-        ...         return {"loss": value}
+        ...         for metric in self.metrics:  # here the loss only
+        ...             metric.update_state(value)
+        ...         return {metric.name: metric.result() for metric in self.metrics}
         >>> with px.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         ...     model = Model([keras.Input((1,)), keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
