@@ -54,6 +54,20 @@ def test_one_that_writes_no_more_is_missing(until: int) -> None:
     assert until + 5.0 <= hub.now <= until + 7.0
 
 
+def test_a_worker_that_was_frozen_hears_what_it_was_told_meanwhile() -> None:
+    """Its first look may come before the thread of the connection has read anything."""
+
+    class Frozen(Hub):
+        def hear(self, name: str, ranks: Sequence[int], timeout: float) -> dict[int, Any]:
+            if self.now == 0.0:
+                self.now = 30.0
+                return {}
+            return super().hear(name, ranks, timeout)
+
+    hub = Frozen({30.1: ("saved 1.1", 0)})
+    assert hear_from_writers(hub, "saved 1.1", [0], "1.1", 5.0, hub.clock) == {0: 30.1}
+
+
 def test_a_pulse_is_told_once_a_second() -> None:
     hub = Hub({})
     pulse = Pulse(hub, "4.2", hub.clock)

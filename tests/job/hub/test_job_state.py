@@ -397,6 +397,21 @@ def test_the_deadline_names_the_one_that_is_silent():
     assert "worker 1" not in job.failures(0)[0].splitlines()[0]
 
 
+def test_one_that_froze_in_the_same_program_is_named_alone():
+    """All have begun it, so none is behind; the stacks of the others are not waited for."""
+    job = Job(3)
+    for second in (1.0, 10.0):
+        job.now = second
+        for rank in range(3 if second < 2.0 else 2):
+            job.say(rank, {"type": "status", "phase": "wait", "sequence": 2, "site": "a.py:1"})
+    job.now = 11.0
+    job.say(0, {"type": "deadline", "site": "a.py:1", "seconds": 10})
+    job.take(job.state.tick(11.0 + SILENT_PATIENCE))
+    (text,) = job.failures(0)
+    assert "Late: worker 2 (pid 102 on h2), " in text
+    assert "worker 1" not in text.splitlines()[0]
+
+
 def test_a_deadline_ends_the_job_with_the_stack_of_the_late_one():
     job = Job(3)
     job.now = 1.0

@@ -360,9 +360,9 @@ class JobState:
         late = [s for s in self._joined() if self._progress.behind(s, self._awaited(s, now), now) > 0]
         guilty = wait_graph.culprits(self._wants(now))
         late = [s for s in late if s.rank in guilty] or late  # the others wait themselves
-        late = [s for s in late if s.silence(now)] or late  # who is frozen keeps up the others
         others = [s for s in self._joined() if s is not record]
         late = late or [s for s in others if s.rank in ranks] or others
+        late = [s for s in late if s.silence(now)] or late  # who is frozen keeps up the others
         final["late"] = [s.rank for s in late]
         is_frozen = all(s.silence(now) for s in late)  # who will hardly answer
         until = now + (SILENT_PATIENCE if is_frozen else STACK_PATIENCE)

@@ -65,10 +65,16 @@ def hear_from_writers(
         clock: the time.
     """
     told: dict[int, Any] = {}
-    since = dict.fromkeys(ranks, clock())
+    looked = clock()
+    since = dict.fromkeys(ranks, looked)
     while True:
         left = [rank for rank in ranks if rank not in told]
-        rest = max((since[rank] + seconds - clock() for rank in left), default=0.0)
+        now = clock()
+        frozen = max(
+            0.0, now - looked - 2 * _TELL_EVERY
+        )  # this process did not run, so it heard nothing
+        since, looked = {rank: at + frozen for rank, at in since.items()}, now
+        rest = max((since[rank] + seconds - now for rank in left), default=0.0)
         if not left or rest <= 0:
             return told
         told |= member.hear(name, left, min(rest, _TELL_EVERY))
