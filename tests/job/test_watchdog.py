@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from phalanx.job import watchdog
 from phalanx.job.hub.descriptions import Failure
+from phalanx.job.hub.worker_table import WorkerTable
 from phalanx.job.watchdog import FailureClock, Watchdog
 
 
@@ -63,3 +65,13 @@ def test_a_freeze_after_the_failure_does_not_count_either() -> None:
     assert since.look(True, 10.5, 0.5) == 10.0
     assert since.look(True, 40.5, 0.5) == 39.0
     assert since.look(True, 41.0, 0.5) == 39.0
+
+
+@pytest.mark.parametrize("quiet", [0.0, 10.0])
+def test_a_silent_worker_is_named_when_others_come_to_their_end(quiet: float) -> None:
+    member: Any = Member()
+    row = {"worker": "worker 1", "state": "joined", "phase": "wait", "seconds": 10.0, "site": "a.py:3"}
+    member.table = lambda **_: (WorkerTable([{**row, "behind": 0.0, "quiet": quiet}]), True)
+    said = io.StringIO()
+    Watchdog(member, file=said).name_silent()
+    assert ("any longer for worker 1 in phase 'wait' for 10 seconds" in said.getvalue()) == bool(quiet)

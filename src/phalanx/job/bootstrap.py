@@ -86,8 +86,8 @@ class JobConnection:
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
         atexit.unregister(self._at_exit)
-        if not self._crashed:
-            self.member.meet("goodbye", timeout)
+        if not self._crashed and not self.member.meet("goodbye", timeout):
+            self._watchdog.name_silent()
         self._watchdog.stop()
         hub_is_gone = self.member.failure is not None and self.member.failure.kind == "hub"
         jax_runtime.leave(abandon=hub_is_gone)

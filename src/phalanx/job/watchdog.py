@@ -184,6 +184,16 @@ class Watchdog:
         if self._gate is not None:
             self._gate.release()
 
+    def name_silent(self) -> None:
+        """Say without which workers this one comes to its end: those of which nothing is heard."""
+        answer = self._ask(0.0)
+        silent = [row for row in answer[0].rows if row["quiet"]] if answer is not None else []
+        if silent and self._member.failure is None:
+            self._write(
+                f"phalanx: {self._member.task} has come to its end, and does not wait any longer for "
+                f"{', '.join(_describe(row) for row in silent)}. The job ends when all have."
+            )
+
     def _run(self) -> None:
         while not self._stopped.wait(self._period):
             now = time.monotonic()
