@@ -95,12 +95,29 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(TypeError, match="a list of variables of a Keras model"):
         px.keras.value_and_grad(lambda: 1.0, [px.Variable(1.0)])
 
+
+@pytest.mark.parametrize(
+    ("of_another", "losses", "words"),
+    [
+        (True, lambda _: (1.0,), "do not belong to the model whose step this is"),
+        (False, lambda _: (1.0, 2.0), "must return 1 scalars"),
+        (False, lambda _: 1.0, "must return 1 scalars"),
+        (False, lambda _: (None,), "must return 1 scalars"),
+        (False, lambda model: (model.layers[0].kernel * 2,), "must return 1 scalars"),
+    ],
+    ids=["strange", "more", "one", "none", "matrix"],
+)
+def test_losses_of_steps_that_cannot_be(of_another: bool, losses: Any, words: str) -> None:
+    another = classifier()
+
     class Takes(keras.Sequential):
         @px.keras.stateful
         def train_step(self, data: Any) -> Any:
-            px.keras.value_and_grad(lambda: 1.0, model.trainable_variables)()
+            variables = (another if of_another else self).trainable_variables
+            px.keras.values_and_grads(lambda: losses(self), [variables])()
+            return {}
 
-    other = Takes([keras.Input((6,)), keras.layers.Dense(1)])
-    other.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="do not belong to the model whose step this is"):
-        other.fit(X, Y, verbose=0)
+    model = Takes([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises((TypeError, ValueError), match=words):
+        model.fit(X, Y, verbose=0)

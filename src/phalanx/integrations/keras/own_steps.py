@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.execution.gradients import scalars
 from phalanx.integrations.keras import touch_points
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.seeding import keys_from
@@ -268,10 +269,11 @@ def values_and_grads(
                     result = fn(*args, **kwargs)
                 finally:
                     _running.scope = outer
-            losses, aux = result if has_aux else (result, None)
+            found, aux = result if has_aux else (result, None)
+            losses = scalars(found, len(nests))
             after = [inner.get_current_value(v) for v in known]
             written = [None if b is a else b for (_, a), b in zip(pairs, after, strict=True)]
-            return tuple(losses), (aux, written)
+            return losses, (aux, written)
 
         values = [outer.get_current_value(v) for v in wanted]
         losses, pull, (aux, written) = jax.vjp(of_values, values, has_aux=True)
