@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -84,6 +86,23 @@ def test_single_batches_and_other_random_numbers_in_each() -> None:
     rates = [float(model.train_on_batch(X[:4], return_dict=True)["d_loss"]) for _ in range(3)]
     assert len(set(rates)) == 3
     assert int(model.g_optimizer.iterations.numpy()) == 3
+
+
+@pytest.mark.parametrize("devices", [["CPU:0"], ["CPU:0", "CPU:1"]])
+def test_random_numbers_of_predictions(devices: list[str]) -> None:
+    """Also of a model that has done nothing before."""
+
+    class Noisy(keras.Sequential):
+        @px.keras.stateful
+        def predict_step(self, data: Any) -> Any:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            return self(x) * 0 + jax.random.uniform(px.random.next_key())
+
+    with px.MirroredStrategy(devices).scope() if devices[1:] else contextlib.nullcontext():
+        model = Noisy([keras.Input((6,)), keras.layers.Dense(1)])
+    found = model.predict(X[:4], verbose=0)
+    assert 0 < found[0, 0] < 1
+    assert (found == found[0]).all()
 
 
 def test_what_cannot_be_is_said() -> None:
