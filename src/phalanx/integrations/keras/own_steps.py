@@ -53,12 +53,12 @@ def stateful(step: Callable[..., Any]) -> Callable[..., Any]:
         ...             return self.compute_loss(y=y, y_pred=self(x, training=True))
         ...         value, gradients = px.keras.value_and_grad(loss, self.trainable_variables)()
         ...         self.optimizer.apply(gradients, self.trainable_variables)
-        ...         return {"loss": value}
+        ...         return {"error": value}  # Keras computes what is named like its metrics
         >>> with px.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         ...     model = Model([keras.Input((1,)), keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
         >>> x = np.ones((5, 1), "float32")
-        >>> losses = model.fit(x, 3 * x, batch_size=2, epochs=5, verbose=0).history["loss"]
+        >>> losses = model.fit(x, 3 * x, batch_size=2, epochs=5, verbose=0).history["error"]
         >>> losses[-1] < losses[0]
         True
     """
