@@ -324,7 +324,7 @@ def test_losses_of_level3_write_variables(compiled: bool) -> None:
     def loss(x: Any) -> Any:
         y = x @ w
         seen.assign_add(jnp.mean(y))
-        return jnp.sum(y) * seen, "aux" if not compiled else y[0, 0]
+        return jnp.sum(y) * seen, {"first": y[0, 0], "name": "aux", "of": w}
 
     def step(x: Any) -> Any:
         one = px.value_and_grad(loss, [w], has_aux=True)(x)
@@ -338,12 +338,30 @@ def test_losses_of_level3_write_variables(compiled: bool) -> None:
             run(args) if compiled else run(step, args)
         )
         assert float(value) == 16 * 4 * (count + 1)
-        assert aux == "aux" or float(aux) == 4
+        assert (float(aux["first"]), aux["name"], aux["of"]) == (4, "aux", w)
         check_close(
             (gradient[0, 0], first[0, 0], second[0, 0]), (8.0 * (count + 1), 8.0 * (count + 2), 2)
         )
         assert float(squares) == 8
         assert float(seen) == 4 * (count + 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_has_no_gradient_in_a_step(compiled: bool) -> None:
+    strategy = px.AutoParallelStrategy(devices=["CPU:0", "CPU:1"])
+    with strategy.scope():
+        w, n = px.Variable(2.0), px.Variable(2, trainable=False)
+    bad: list[tuple[Any, Any, str]] = [
+        (lambda: w * n, [w, n], "real- or complex-valued inputs"),
+        (lambda: None, w, "Output was None"),
+        (lambda: (w.value(), w.value()), w, "scalar"),
+        (lambda: jnp.int32(1), w, "real-valued outputs"),
+    ]
+    for loss, variables, words in bad:
+        grad = px.grad(loss, variables)
+        run = px.function(lambda grad=grad: strategy.run(grad)) if compiled else strategy.run
+        with pytest.raises(TypeError, match=words):
+            run() if compiled else run(grad)
 
 
 @pytest.mark.parametrize("sync", [False, True])

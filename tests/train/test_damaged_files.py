@@ -187,11 +187,46 @@ def test_a_checkpoint_without_its_index_is_named(
     (tmp_path / "ckpt-2" / "index.json").unlink()
     assert manager().restore_or_initialize() == str(tmp_path / "ckpt-1")
     assert "ckpt-2 is damaged and is not restored: it has no index" in caplog.text
-    (tmp_path / "ckpt-1" / "index.json").unlink()
+    (tmp_path / "ckpt-1" / "index.json").rename(tmp_path / "aside")
+    last = manager()
     with pytest.raises(px.errors.DataLossError, match=r"no whole checkpoint.*ckpt-2.*no index"):
+        last.restore_or_initialize()
+    (tmp_path / "aside").rename(tmp_path / "ckpt-1" / "index.json")
+    last.save(checkpoint_number=2)
+    caplog.clear()
+    assert last.restore_or_initialize() == str(tmp_path / "ckpt-2")
+    assert not caplog.text
+    for left in tmp_path.glob("ckpt-*"):
+        (left / "index.json").unlink()
+    with pytest.raises(px.errors.DataLossError, match="no whole checkpoint"):
         manager().restore_or_initialize()
     assert not begun
     for left in tmp_path.glob("ckpt-*"):
         shutil.rmtree(left)
     assert manager().restore_or_initialize() is None
     assert begun
+
+
+@pytest.mark.parametrize("damage", ["index", "array"])
+def test_one_that_stays_for_good_is_restored_if_no_other_is_whole(tmp_path: Path, damage: str) -> None:
+    v, now = px.Variable(0), [0.0]
+
+    def manager() -> px.train.CheckpointManager:
+        checkpoint = px.train.Checkpoint(v=v)
+        return px.train.CheckpointManager(checkpoint, str(tmp_path), 1, 1.0, clock=lambda: now[0])
+
+    first = manager()
+    for number in range(3):
+        v.assign(number)
+        now[0] += 7200.0
+        first.save()
+    newest = tmp_path / "ckpt-3"
+    for file in newest.iterdir():
+        if (file.name == "index.json") == (damage == "index"):
+            file.unlink()
+    again = manager()
+    assert again.restore_or_initialize() == str(tmp_path / "ckpt-2")
+    assert int(v) == 1
+    again.save()
+    assert {x.name for x in tmp_path.glob("ckpt-*")} == {"ckpt-1", "ckpt-2", "ckpt-3"}
+    assert manager().restore_or_initialize() == str(newest)

@@ -32,11 +32,13 @@ def test_weights_go_out_and_come_back(tmp_path: Path) -> None:
     left = f".model.safetensors@{socket.gethostname()}@999999999@ab.partial"  # of a dead process
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / left).touch()
+    (tmp_path / "sub" / ".data.removed").mkdir()  # of somebody else
     names = px.train.export_weights(path, model, metadata={"made by": "a test"})
     assert names == ["layers.0.w", "layers.0.half", "layers.1.0"]
     there = safetensors.numpy.load_file(path)
     np.testing.assert_array_equal(there["layers.0.w"], np.arange(6.0).reshape(3, 2))
-    assert [p.name for p in Path(path).parent.iterdir()] == ["model.safetensors"]
+    there_now = sorted(p.name for p in Path(path).parent.iterdir())
+    assert there_now == [".data.removed", "model.safetensors"]
     other = {
         "layers": [
             {"w": px.Variable(jnp.zeros((3, 2))), "half": jnp.zeros(2, jnp.bfloat16)},

@@ -85,6 +85,7 @@ def value_and_grad(
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         parent = traced_variables.current()
         made: list[traced_variables.Substitution] = []
+        others: list[Any] = []
         taps: dict[Any, Tap] = {}
 
         def of_values(values: list[Any], probe: Any) -> Any:
@@ -93,7 +94,7 @@ def value_and_grad(
             made.append(traced_variables.Substitution(held, parent, taps, again is not None))
             with traced_variables.recording(made[-1]):
                 result = fn(*args, **kwargs)
-            return result if again is None else _with_written(result, has_aux, made[-1])
+            return result if again is None else _with_written(_pair(result, has_aux), made[-1], others)
 
         again = _staged(of_values, here)
         values = [stand_in(v) if is_gathered_again(v) else jnp.asarray(v.value()) for v in here]
@@ -103,7 +104,7 @@ def value_and_grad(
             lambda: both(values, jnp.float32(0)), lambda: not made[-1].has_written
         )
         if again is not None:
-            result = _written_now(result, has_aux, made[-1])
+            result = _written_now(result, has_aux, made[-1], others)
         gradients = iter(_finished(here, found[0] if elsewhere else found))
         return result, jax.tree.map(
             lambda v: next(gradients) if v.home is None else taps[v].gradient(), variables
@@ -135,15 +136,39 @@ def _staged(function: Loss, variables: Sequence[Variable]) -> Loss | None:
     return None if rules is None else rules.staged(function, variables)
 
 
-def _with_written(result: Any, has_aux: bool, made: traced_variables.Substitution) -> Any:
-    """What staged code returns: also what it has written, because it cannot write from there."""
-    value, aux = result if has_aux else (result, None)
-    return value, (aux, list(made.written.values()))
+def _pair(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """What a function has returned, and something else."""
+    if not has_aux:
+        return result, None
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise InvalidTypeError(
+            "With has_aux=True, fn returns a pair of what is differentiated and something else. "
+            f"Received: {shown(result)}"
+        )
+    return result[0], result[1]
 
 
-def _written_now(result: Any, has_aux: bool, made: traced_variables.Substitution) -> Any:
-    value, (aux, written) = result
+def _with_written(
+    result: tuple[Any, Any], made: traced_variables.Substitution, others: list[Any]
+) -> Any:
+    """What staged code returns: also what it has written, because it cannot write from there.
+
+    Only arrays come out of staged code; the rest of what it returns is put into `others`.
+    """
+    value, aux = result
+    leaves, structure = jax.tree.flatten(aux)
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    others[:] = structure, [None if isinstance(x, jax.Array) else x for x in leaves]
+    return value, (arrays, list(made.written.values()))
+
+
+def _written_now(
+    result: Any, has_aux: bool, made: traced_variables.Substitution, others: list[Any]
+) -> Any:
+    value, (found, written) = result
     made.write_kept(written)
+    (structure, leaves), arrays = others, iter(found)
+    aux = jax.tree.unflatten(structure, [next(arrays) if x is None else x for x in leaves])
     return (value, aux) if has_aux else value
 
 
@@ -156,12 +181,20 @@ def _value_and_grad(function: Loss, variables: Sequence[Variable], argnums: Any,
     def eagerly(values: list[Any], probe: Any) -> Any:
         vjp: Any = jax.vjp
         value, pull, *aux = vjp(lambda given: function(given, probe), values, has_aux=has_aux)
-        if jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        if not _has_gradient(value, values):
             return usual(values, probe)  # which says what is wrong
         gradients = rules.pulled(pull, variables)(jnp.ones_like(value))[0]
         return (value, *aux) if has_aux else value, gradients
 
     return eagerly
+
+
+def _has_gradient(value: Any, values: Sequence[Any]) -> bool:
+    """Whether something is a real scalar, and can have a gradient with respect to some values."""
+    if not jax.tree_util.all_leaves([value]) or jnp.shape(value):
+        return False
+    is_real = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    return is_real and all(jnp.issubdtype(x.dtype, jnp.inexact) for x in values)
 
 
 def _checked(fn: Any, variables: Any) -> list[Variable]:
@@ -222,14 +255,15 @@ def values_and_grads(
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         parent = traced_variables.current()
         made: list[traced_variables.Substitution] = []
+        others: list[Any] = []
 
         def of_values(values: list[Any], _: Any) -> Any:
             held = {v: _as_held(v, x) for v, x in zip(listed, values, strict=True)}
             made.append(traced_variables.Substitution(held, parent, {}, again is not None))
             with traced_variables.recording(made[-1]):
                 result = fn(*args, **kwargs)
-                losses, aux = result if has_aux else (result, None)
-                return _with_written((_scalars(losses, len(nests)), aux), True, made[-1])
+                losses, aux = _pair(result, has_aux)
+                return _with_written((scalars(losses, len(nests)), aux), made[-1], others)
 
         again = _staged(of_values, listed)
         values = [stand_in(v) if is_gathered_again(v) else jnp.asarray(v.value()) for v in listed]
@@ -247,7 +281,7 @@ def values_and_grads(
             return (losses, rest), found
 
         result, found = traced_variables.tracing(both, lambda: not made[-1].has_written)
-        result = _written_now(result, has_aux, made[-1])
+        result = _written_now(result, has_aux, made[-1], others)
         gradients = []
         for nest, each in zip(nests, found, strict=True):
             known = dict(zip(map(id, listed), _finished(listed, each), strict=True))
@@ -257,8 +291,10 @@ def values_and_grads(
     return differentiated
 
 
-def _scalars(losses: Any, count: int) -> tuple[Any, ...]:
-    listed = tuple(jnp.asarray(x) for x in losses) if isinstance(losses, tuple | list) else ()
+def scalars(losses: Any, count: int) -> tuple[Any, ...]:
+    """What a function with several losses returns, if they are as many as there should be."""
+    are_some = isinstance(losses, tuple | list) and jax.tree_util.all_leaves(losses)
+    listed = tuple(jnp.asarray(x) for x in losses) if are_some else ()
     if len(listed) != count or any(x.shape for x in listed):
         raise InvalidTypeError(
             f"fn must return {count} scalars, one for each nest of variables. Received: {shown(losses)}"

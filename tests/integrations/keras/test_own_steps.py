@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -86,6 +88,23 @@ def test_single_batches_and_other_random_numbers_in_each() -> None:
     assert int(model.g_optimizer.iterations.numpy()) == 3
 
 
+@pytest.mark.parametrize("devices", [["CPU:0"], ["CPU:0", "CPU:1"]])
+def test_random_numbers_of_predictions(devices: list[str]) -> None:
+    """Also of a model that has done nothing before."""
+
+    class Noisy(keras.Sequential):
+        @px.keras.stateful
+        def predict_step(self, data: Any) -> Any:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            return self(x) * 0 + jax.random.uniform(px.random.next_key())
+
+    with px.MirroredStrategy(devices).scope() if devices[1:] else contextlib.nullcontext():
+        model = Noisy([keras.Input((6,)), keras.layers.Dense(1)])
+    found = model.predict(X[:4], verbose=0)
+    assert 0 < found[0, 0] < 1
+    assert (found == found[0]).all()
+
+
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ValueError, match="stateful is for methods named train_step, test_step"):
         px.keras.stateful(trained)
@@ -95,12 +114,29 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(TypeError, match="a list of variables of a Keras model"):
         px.keras.value_and_grad(lambda: 1.0, [px.Variable(1.0)])
 
+
+@pytest.mark.parametrize(
+    ("of_another", "losses", "words"),
+    [
+        (True, lambda _: (1.0,), "do not belong to the model whose step this is"),
+        (False, lambda _: (1.0, 2.0), "must return 1 scalars"),
+        (False, lambda _: 1.0, "must return 1 scalars"),
+        (False, lambda _: (None,), "must return 1 scalars"),
+        (False, lambda model: (model.layers[0].kernel * 2,), "must return 1 scalars"),
+    ],
+    ids=["strange", "more", "one", "none", "matrix"],
+)
+def test_losses_of_steps_that_cannot_be(of_another: bool, losses: Any, words: str) -> None:
+    another = classifier()
+
     class Takes(keras.Sequential):
         @px.keras.stateful
         def train_step(self, data: Any) -> Any:
-            px.keras.value_and_grad(lambda: 1.0, model.trainable_variables)()
+            variables = (another if of_another else self).trainable_variables
+            px.keras.values_and_grads(lambda: losses(self), [variables])()
+            return {}
 
-    other = Takes([keras.Input((6,)), keras.layers.Dense(1)])
-    other.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="do not belong to the model whose step this is"):
-        other.fit(X, Y, verbose=0)
+    model = Takes([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises((TypeError, ValueError), match=words):
+        model.fit(X, Y, verbose=0)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
+from phalanx.execution.gradients import scalars
 from phalanx.integrations.keras import touch_points
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.seeding import keys_from
@@ -151,14 +152,27 @@ def prepare(model: Any) -> None:
     """Before a model is built: one that is only a place for others counts as built, if they are."""
     import keras
 
-    if not any(is_stateful(model, name) for name in touch_points.PARTS):
+    if not _make_seeds(model):
         return
-    if _SEEDS not in vars(model):
-        object.__setattr__(model, _SEEDS, keras.random.SeedGenerator())
     others = [layer for layer in touch_points.all_layers(model) if layer is not model]
     has_no_call = type(model).call in (keras.Layer.call, keras.Model.call)
     if has_no_call and not model.built and all(layer.built for layer in others):
         model.built = True
+
+
+def prepare_to_predict(model: Any) -> None:
+    """Before a model predicts, which may be the first that it does."""
+    _make_seeds(model)
+
+
+def _make_seeds(model: Any) -> bool:
+    """Let a model have seeds for its steps; whether it has steps that `stateful` has made."""
+    import keras
+
+    has_steps = any(is_stateful(model, name) for name in touch_points.PARTS)
+    if has_steps and _SEEDS not in vars(model):
+        object.__setattr__(model, _SEEDS, keras.random.SeedGenerator())
+    return has_steps
 
 
 def build_optimizers(model: Any, batch: Any, state_of: Callable[[], Any]) -> None:
@@ -270,10 +284,11 @@ def values_and_grads(
                     result = fn(*args, **kwargs)
                 finally:
                     _running.scope = outer
-            losses, aux = result if has_aux else (result, None)
+            found, aux = result if has_aux else (result, None)
+            losses = scalars(found, len(nests))
             after = [inner.get_current_value(v) for v in known]
             written = [None if b is a else b for (_, a), b in zip(pairs, after, strict=True)]
-            return tuple(losses), (aux, written)
+            return losses, (aux, written)
 
         values = [outer.get_current_value(v) for v in wanted]
         losses, pull, (aux, written) = jax.vjp(of_values, values, has_aux=True)

@@ -68,6 +68,7 @@ def strategy_trainer(base: type[Any]) -> type[Any]:
                 self.test_function = ModelStep(self, known.devices, "test_step", self.test_step)
 
         def make_predict_function(self, force: bool = False) -> Any:
+            own_steps.prepare_to_predict(self)
             known = _here(self)
             if known is None:
                 return super().make_predict_function(force)

@@ -341,7 +341,7 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
         *_, host, pid, _ = ("", "", *path.name.split("@"))
         if host == own and pid.isdigit() and not is_alive(int(pid)):
             _remove_at_once(path)
-    for path in folder.glob(".*.removed"):
+    for path in folder.glob(f".{name}.{'[0-9a-f]' * 8}.removed"):
         shutil.rmtree(path, ignore_errors=True)
 
 

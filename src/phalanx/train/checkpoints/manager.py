@@ -121,17 +121,17 @@ class CheckpointManager:
         }
         pairs |= {newer[number]: self._time_of(newer[number]) for number in sorted(newer)}
         there = tuple((name, t) for name, t in pairs.items() if is_checkpoint(self._folder / name))
-        # No save leaves such a directory behind.
-        self._without_index = [
-            str(self._folder / name)
-            for name in pairs
-            if (self._folder / name).is_dir() and not is_checkpoint(self._folder / name)
-        ]
+        self._without_index = [name for name in pairs if self._has_no_index(name)]
         if self._retention.hours is None or state.preserved_until is None:
             return Kept(there, (), self._clock())
         until = state.preserved_until
         preserved = tuple(pair for pair in there if pair[1] <= until)
         return Kept(there[len(preserved) :], preserved, until)
+
+    def _has_no_index(self, name: str) -> bool:
+        """Whether there is something under a name that is no checkpoint; no save leaves such behind."""
+        path = self._folder / name
+        return path.is_dir() and not is_checkpoint(path)
 
     def _number_of(self, name: str) -> int | None:
         match = re.fullmatch(rf"{re.escape(self._name)}-(\d+)", name)
@@ -231,21 +231,22 @@ class CheckpointManager:
         If the newest one is damaged, the one before it is restored, with a warning, and so on. If none
         is whole, that is an error: a training does not begin from nothing unnoticed.
         """
-        current = list(self._kept.current)
-        for path in self._without_index:
+        present = [*self._kept.preserved, *self._kept.current]
+        damaged = [str(self._folder / name) for name in self._without_index if self._has_no_index(name)]
+        for path in damaged:
             _log.warning("%s is damaged and is not restored: it has no index.", path)
-        if self._without_index and not current:
+        if damaged and not present:
             raise DataLossError(
                 "There is no whole checkpoint to restore. To begin anew, remove what is left. "
-                f"Received: {shown(self._without_index[-1])}, which has no index"
+                f"Received: {shown(damaged[-1])}, which has no index"
             )
-        while current:
-            newest = current.pop()
+        while present:
+            newest = present.pop()
             path = str(self._folder / newest[0])
             try:
                 status = self._checkpoint.restore(path)
             except (DataLossError, NotFoundError) as error:
-                if not current:
+                if not present:
                     raise
                 self._kept = self._kept.with_first(newest)  # it goes before those that are whole
                 _log.warning("%s is not restored, but the checkpoint before it: %s", path, error)

@@ -28,7 +28,9 @@ class Kept:
     preserved_until: float = 0.0
 
     def with_first(self, one: tuple[str, float]) -> Kept:
-        """The same with one of the current checkpoints as the oldest, so that it goes first."""
+        """The same with one as the oldest, if it is one of the current ones, so that it goes first."""
+        if one not in self.current:
+            return self
         current = (one, *(each for each in self.current if each != one))
         return Kept(current, self.preserved, self.preserved_until)
 
