@@ -13,6 +13,7 @@ import libcst.matchers as m
 from phalanx.cli.porting_arguments import ported_arguments, without_last_comma
 from phalanx.cli.porting_imports import aliases_of, bound_names, with_imports
 from phalanx.cli.porting_keras import keras_call, lifted_models, with_new_name_of_rate
+from phalanx.cli.porting_layers import SeededLayers
 from phalanx.cli.porting_names import counterpart
 from phalanx.cli.porting_tapes import Tapes
 from phalanx.cli.porting_tree import Mark, commented, dotted, full_name
@@ -58,10 +59,13 @@ def port(text: str) -> Ported:
     tapes = Tapes(aliases)
     module = module.visit(tapes)
     module, models = lifted_models(module, aliases)
+    layers = SeededLayers(module, aliases)
+    module = module.visit(layers)
     names = _Names(aliases, fits and not models, fits and bool(models), bound_names(module))
     module = module.visit(names)
-    module, more = with_imports(module, names.needed, names.keeps_tensorflow)
-    marks = [*tapes.marks, *names.marks, *more]
+    needed = names.needed | ({"keras"} if layers.count else set())
+    module, more = with_imports(module, needed, names.keeps_tensorflow)
+    marks = [*tapes.marks, *layers.marks, *names.marks, *more]
     return Ported(module.code, names.renamed, tapes.count, models, marks)
 
 

@@ -214,6 +214,12 @@ def is_compiled(model: Any) -> bool:
     return bool(model.jit_compile) and not model.run_eagerly
 
 
+def loss_tracker(model: Any) -> Any:
+    """The metric that a compiled model shows as its loss; None if its metrics do not have it."""
+    tracker = model._loss_tracker
+    return tracker if any(m is tracker for m in model.metrics) else None
+
+
 def forget_programs(model: Any) -> None:
     """Let the next call make its programs anew."""
     model.train_function = model.test_function = model.predict_function = None
