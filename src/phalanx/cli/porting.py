@@ -144,8 +144,8 @@ class _Names(cst.CSTTransformer):
     ) -> cst.BaseExpression:
         """Replace a dotted name."""
         if full_name(original_node, self._aliases) is None:
-            if (reason := gone_from_models(original_node)) is not None:
-                self._pending.append(Mark(original_node.attr.value, reason))
+            if (gone := gone_from_models(original_node)) is not None:
+                self._pending.append(Mark(original_node.attr.value, gone))
             return with_new_name_of_rate(updated_node)
         return self._replaced(original_node)
 
@@ -225,8 +225,8 @@ class _Names(cst.CSTTransformer):
         if compiles(original_node):
             self._compiles -= 1
             if self._both and any(m.matches(arg.value, m.Name()) for arg in original_node.args):
-                reason = "the program also has a loop of its own, whose optimizers and losses these are"
-                self._pending.append(Mark("model.compile", reason))
+                why = "the program also has a loop of its own, whose optimizers and losses these are"
+                self._pending.append(Mark("model.compile", why))
         full = full_name(original_node.func, self._aliases)
         if full in ("tf.random.normal", "tf.random.uniform"):
             return self._random(full, updated_node)

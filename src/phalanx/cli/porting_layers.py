@@ -65,8 +65,8 @@ class SeededLayers(cst.CSTTransformer):
         return {name for name in reached if self._draws(methods[name])}
 
     def _draws(self, node: cst.CSTNode) -> bool:
-        calls = m.findall(node, m.Call())
-        return any(full_name(c.func, self._aliases) in _RANDOM for c in calls)  # type: ignore[attr-defined]
+        called = (c.func for c in m.findall(node, m.Call()))  # type: ignore[attr-defined]
+        return any((full_name(function, self._aliases) or "") in _RANDOM for function in called)
 
     def leave_ClassDef(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """Give a layer that draws its seed."""
@@ -103,12 +103,12 @@ class SeededLayers(cst.CSTTransformer):
     def leave_FunctionDef(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """A function ends; one that a ``Lambda`` layer calls has no seed."""
         self._around.pop()
-        if not self._around and original_node.name.value in self._in_lambdas:
-            if self._draws(original_node):
-                mark = Mark("tf.keras.layers.Lambda", _REASON)
-                self.marks.append(mark)
-                return commented(updated_node, [mark])
-        return updated_node
+        is_in_lambda = not self._around and original_node.name.value in self._in_lambdas
+        if not is_in_lambda or not self._draws(original_node):
+            return updated_node
+        mark = Mark("tf.keras.layers.Lambda", _REASON)
+        self.marks.append(mark)
+        return commented(updated_node, [mark])
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
         """Draw with the layer's seed."""

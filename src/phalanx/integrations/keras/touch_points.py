@@ -34,6 +34,7 @@ _NEEDED = {
     ),
     "keras.src.trainers.data_adapters.array_slicing": ("train_validation_split",),
 }
+# Methods that trainer.py overrides, or that are called here.
 _METHODS = ("_get_jax_state", "jax_state_sync", "_symbolic_build", "make_train_function")
 
 
@@ -216,7 +217,7 @@ def is_compiled(model: Any) -> bool:
 
 def loss_tracker(model: Any) -> Any:
     """The metric that a compiled model shows as its loss; None if its metrics do not have it."""
-    tracker = model._loss_tracker
+    tracker = getattr(model, "_loss_tracker", None)
     return tracker if any(m is tracker for m in model.metrics) else None
 
 
