@@ -11,17 +11,15 @@ from phalanx.train.accuracy_metrics import (
     SparseTopKCategoricalAccuracy,
     TopKCategoricalAccuracy,
 )
+from phalanx.train.class_metrics import ConfusionMatrix, MeanIoU, confusion_matrix
 from phalanx.train.confusion_metrics import (
     AUC,
-    ConfusionMatrix,
     FalseNegatives,
     FalsePositives,
-    MeanIoU,
     Precision,
     Recall,
     TrueNegatives,
     TruePositives,
-    confusion_matrix,
 )
 from phalanx.train.error_metrics import (
     BinaryCrossentropy,

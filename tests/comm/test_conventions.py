@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import phalanx as px
+import phalanx.comm.torch as dist
 from tests.comm.test_eager_replicas import ranks
 
 c = px.comm
@@ -93,3 +94,39 @@ def test_groups_objects_and_barriers() -> None:
     compiled = px.function(px.MirroredStrategy(["CPU:0", "CPU:1"]).run)
     with pytest.raises(px.errors.ContextError, match="send_object_list"):
         compiled(lambda: c.send_object_list([1], 0))
+
+
+def test_torch_takes_ranks_of_groups() -> None:
+    """``group_src`` and ``group_dst`` count within the group; ``src`` and ``dst`` do not."""
+
+    def program(rank: int) -> Any:
+        g = dist.new_group([1, 0], timeout=datetime.timedelta(seconds=5), group_desc="turned")
+        x, y = np.float32([rank]), np.float32([rank])
+        dist.broadcast(x, group=g, group_src=0)
+        dist.broadcast(y, 0, g, group_src=None)
+        total = np.float32([rank + 1.0])
+        dist.reduce(total, op=dist.ReduceOp.SUM, group=g, group_dst=1)
+        got = np.zeros(1, np.float32)
+        handles = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x + rank, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
+        )
+        for handle in handles:
+            handle.wait()
+        other = np.zeros(1, np.float32)
+        if rank:
+            dist.send(x, group=g, group_dst=1)
+        else:
+            assert dist.recv(other, None, g) == 1
+        dist.barrier(g, timeout=datetime.timedelta(seconds=60))
+        with pytest.raises(ValueError, match=r"Give src, a rank of all, or group_src"):
+            dist.broadcast(x, 1, g, group_src=1)
+        first = np.float32([rank])
+        dist.broadcast(first, src=None, group=dist.group.WORLD)
+        mine, _ = dist.new_subgroups(1, timeout=None, backend="gloo")
+        assert mine.ranks == (rank,)
+        return [v.tolist() for v in (x, y, total, got, other, first)]
+
+    first, second = ranks(2, program)
+    assert first == [[1.0], [0.0], [3.0], [2.0], [1.0], [0.0]]
+    assert second == [[1.0], [0.0], [2.0], [1.0], [0.0], [0.0]]
+    assert not dist.is_nccl_available()

@@ -76,6 +76,9 @@ PRINTED = {
     "contrastive": ["steps 20 files 1", "loss falls True"],
     "multi_worker": ["loss 0.00010", "metric 0.15648 saved True"],
     "parameter_server": ["steps 300", "loss below 1 True shards 2"],
+    "vae": ["loss falls True", "loss falls True", "samples differ True True"],
+    "loop_beside_fit": ["fitted True", "seen 1.425 w 0.800"],
+    "keras_guide": ["better True", "batches 10 rate 0.15"],
     "training_checkpoints": ["from scratch", "restored at 30", "goes on with [8.0, 0.0, 2.0]"],
 }
 MARKED = {"cannot": ["tf.GradientTape: an unwatched", "tf.device: strategies place things"]}
@@ -89,9 +92,11 @@ SLOW = (
     "contrastive",
     "dcgan",
     "gan_train_step",
+    "vae",
 )  # which compile for seconds
 
 
+@pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`")  # Keras, which takes it
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in SLOW)) for name in PRINTED]
 )
@@ -499,6 +504,62 @@ def test_parts_of_keras_that_tensorflow_has_too() -> None:
     ]
     assert "from tensorflow import device\n" in done.text
     assert "tensorflow.keras" not in done.text
+
+
+def test_loops_count_with_their_own_metrics_beside_fit() -> None:
+    """Keras's metrics and optimizers work in `fit` only: what `compile` gets is Keras's."""
+    start = (
+        "import tensorflow as tf\nstrategy = tf.distribute.MirroredStrategy()\n"
+        "mean, sgd = tf.keras.metrics.Mean(), tf.keras.optimizers.SGD()\n"
+        "model.compile(tf.keras.optimizers.SGD(), metrics=[tf.keras.metrics.AUC()])\nmodel.fit(x)\n"
+    )
+    kept = "mean, sgd = keras.metrics.Mean(), keras.optimizers.SGD()"
+    assert kept in port(start + "subprocess.run(x)\n").text
+    schedules = (
+        "c = tf.distribute.coordinator.ClusterCoordinator(strategy)\nc.schedule(f)",
+        "self.strategy.run(f)",
+        "tower.experimental_run_v2(f)",
+    )
+    for loop in schedules:
+        done = port(f"{start}{loop}\n")
+        assert "mean, sgd = px.metrics.Mean(), px.optimizers.SGD()" in done.text
+        assert "model.compile(keras.optimizers.SGD(), metrics=[keras.metrics.AUC()])" in done.text
+        assert done.marks == []
+        shared = port(f"{start}{loop}\nmodel.compile(sgd)\n")
+        assert [mark.what for mark in shared.marks] == ["model.compile"]
+
+
+def test_layers_that_draw_random_numbers_get_a_seed() -> None:
+    done = port(
+        "from tensorflow.keras import layers, backend as K\nimport tensorflow as tf\n"
+        "class Noise(layers.Layer):\n    def __init__(self, size):\n"
+        "        super(Noise, self).__init__()\n        self.size = size\n"
+        "    def call(self, x):\n        return x + self.draw(x)\n    def draw(self, x):\n"
+        "        return K.random_normal(K.shape(x), stddev=self.size, seed=3)\n"
+        "    def other(self):\n        return tf.random.normal([2])\n"
+        "class More(Noise):\n    def call(self, x):\n"
+        "        return tf.random.uniform(tf.shape(x), 0.0, 1.0, tf.float32, 4, name='a')\n"
+        "def draw(x):\n    return tf.random.normal([2])\nlayers.Lambda(draw)\n"
+    )
+    lines = [line.strip() for line in done.text.splitlines()]
+    seed = "self.seed_generator = keras.random.SeedGenerator()"
+    assert lines[lines.index("super(Noise, self).__init__()") + 1] == seed
+    assert lines[lines.index("super().__init__(*args, **kwargs)") + 1] == seed
+    wanted = "keras.random.normal(keras.backend.shape(x), stddev=self.size, seed=self.seed_generator)"
+    assert f"return {wanted}" in lines
+    wanted = "keras.random.uniform(jnp.shape(x), 0.0, 1.0, jnp.float32, seed=self.seed_generator)"
+    assert f"return {wanted}" in lines
+    assert lines.count("return jax.random.normal(px.random.next_key(), [2])") == 2
+    assert [mark.what for mark in done.marks] == ["tf.keras.layers.Lambda"]
+
+
+def test_parts_of_models_that_keras_3_does_not_have_are_marked() -> None:
+    done = port(
+        "import tensorflow as tf\nclass Own(tf.keras.Model):\n    def train_step(self, data):\n"
+        "        loss = self.compiled_loss(y, y_pred)\n"
+        "        self.compiled_metrics.update_state(y, y_pred)\n"
+    )
+    assert [mark.what for mark in done.marks] == ["compiled_loss", "compiled_metrics"]
 
 
 def test_models_that_objects_have_are_lifted() -> None:

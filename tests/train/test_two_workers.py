@@ -95,6 +95,7 @@ def on_worker(folder: str) -> dict[str, Any]:
     found["alone"] = (dist.get_rank(alone), dist.get_world_size(alone))
     dist.barrier()
     found |= profiled_and_compared(folder + "-profile", rank)
+    found["slow_inside"] = steps_that_wait_inside(strategy, rank)
     return found
 
 
@@ -110,6 +111,19 @@ def profiled_and_compared(folder: str, rank: int) -> dict[str, Any]:
                 threading.Event().wait(0.3)  # what slow input would do
             bar.update(loss=1.0)
     return {"trace": str(recorded.path), "slow": bar.slow, "text": bar.text}
+
+
+def steps_that_wait_inside(strategy: px.Strategy, rank: int) -> str:
+    """Who is late where the workers wait for each other in each step, and so not at the meetings."""
+    one = px.function(lambda: strategy.run(lambda: px.get_replica_context().all_reduce("sum", 1.0)))
+    one()
+    with px.train.Progress(6, compare=2, console=Console(file=io.StringIO())) as bar:
+        for _ in range(6):
+            if rank == 1:
+                threading.Event().wait(0.1)
+            one()
+            bar.update()
+    return bar.slow
 
 
 def test_one_worker_counts_and_writes_and_torch_names_work() -> None:
@@ -141,6 +155,7 @@ def test_one_worker_counts_and_writes_and_torch_names_work() -> None:
     assert (zero["object"], one["object"]) == (["a"], ["b"])
     assert zero["slow"].startswith("worker 1 is late by 0.")
     assert zero["slow"] in zero["text"]
+    assert zero["slow_inside"].startswith("worker 1 is late by 0.")
     assert one["text"] == ""  # one worker has a bar
     assert (zero["alone"], one["alone"]) == ((-1, -1), (0, 1))
 

@@ -12,7 +12,15 @@ import libcst.matchers as m
 
 from phalanx.cli.porting_arguments import ported_arguments, without_last_comma
 from phalanx.cli.porting_imports import aliases_of, bound_names, with_imports
-from phalanx.cli.porting_keras import keras_call, lifted_models, with_new_name_of_rate
+from phalanx.cli.porting_keras import (
+    compiles,
+    gone_from_models,
+    has_loop,
+    keras_call,
+    lifted_models,
+    with_new_name_of_rate,
+)
+from phalanx.cli.porting_layers import SeededLayers
 from phalanx.cli.porting_names import counterpart
 from phalanx.cli.porting_tapes import Tapes
 from phalanx.cli.porting_tree import Mark, commented, dotted, full_name
@@ -53,15 +61,19 @@ def port(text: str) -> Ported:
     """
     module = cst.parse_module(text)
     aliases = aliases_of(module)
-    method = m.Attribute(value=~m.Name("re"), attr=m.Name("compile") | m.Name("fit"))
-    fits = bool(m.findall(module, m.Call(func=method)))
+    fit = m.Call(func=m.Attribute(attr=m.Name("fit")))
+    fits = bool(m.findall(module, fit)) or any(map(compiles, m.findall(module, m.Call())))
     tapes = Tapes(aliases)
     module = module.visit(tapes)
     module, models = lifted_models(module, aliases)
-    names = _Names(aliases, fits and not models, fits and bool(models), bound_names(module))
+    layers = SeededLayers(module, aliases)
+    module = module.visit(layers)
+    loops = bool(models) or has_loop(module, aliases)
+    names = _Names(aliases, fits and not loops, fits and loops, bound_names(module))
     module = module.visit(names)
-    module, more = with_imports(module, names.needed, names.keeps_tensorflow)
-    marks = [*tapes.marks, *names.marks, *more]
+    needed = names.needed | ({"keras"} if layers.count else set())
+    module, more = with_imports(module, needed, names.keeps_tensorflow)
+    marks = [*tapes.marks, *layers.marks, *names.marks, *more]
     return Ported(module.code, names.renamed, tapes.count, models, marks)
 
 
@@ -81,6 +93,7 @@ class _Names(cst.CSTTransformer):
         self.renamed, self.marks = 0, list[Mark]()
         self.needed: set[str] = set()
         self.keeps_tensorflow = False
+        self._compiles = 0  # how many calls of Model.compile are around the code
         self._pending: list[Mark] = []
         self._no_names = set[cst.CSTNode]()  # attributes, keywords and what is being defined
         self._outer: list[dict[str, str]] = []  # the aliases around the functions around the code
@@ -89,7 +102,7 @@ class _Names(cst.CSTTransformer):
     def _ours(self, full: str) -> str | None:
         """What to write for a name of TensorFlow."""
         known, rest = counterpart(full)
-        keeps = self._fits and full.startswith(_KERAS_PARTS)
+        keeps = (self._fits or self._compiles > 0) and full.startswith(_KERAS_PARTS)
         part = ".".join(full.split(".")[:3])
         if known is None and not keeps and part in _COUNTING and "." in full.removeprefix(part):
             reason = f"px.{part.split('.')[2]} does not have it, and Keras's own works with fit only"
@@ -131,6 +144,8 @@ class _Names(cst.CSTTransformer):
     ) -> cst.BaseExpression:
         """Replace a dotted name."""
         if full_name(original_node, self._aliases) is None:
+            if (gone := gone_from_models(original_node)) is not None:
+                self._pending.append(Mark(original_node.attr.value, gone))
             return with_new_name_of_rate(updated_node)
         return self._replaced(original_node)
 
@@ -201,8 +216,17 @@ class _Names(cst.CSTTransformer):
             updated_node = updated_node.with_changes(iter=loop)
         return self._marked(updated_node)
 
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
+        """What is made in a call of ``compile`` is for Keras alone."""
+        self._compiles += compiles(node)
+
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
         """Arguments that differ, and ``.numpy()``, which arrays of JAX do not have."""
+        if compiles(original_node):
+            self._compiles -= 1
+            if self._both and any(m.matches(arg.value, m.Name()) for arg in original_node.args):
+                why = "the program also has a loop of its own, whose optimizers and losses these are"
+                self._pending.append(Mark("model.compile", why))
         full = full_name(original_node.func, self._aliases)
         if full in ("tf.random.normal", "tf.random.uniform"):
             return self._random(full, updated_node)
@@ -267,10 +291,6 @@ class _Names(cst.CSTTransformer):
 
     def leave_SimpleStatementLine(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802
         """Put the marks of a statement over it."""
-        compiles = m.Call(func=m.Attribute(attr=m.Name("compile")))
-        if self._both and m.findall(original_node, compiles):
-            reason = "the program also has a loop of its own, whose optimizers and losses these are"
-            self._pending.append(Mark("model.compile", reason))
         return self._marked(updated_node)
 
     def leave_FunctionDef(self, original_node: Any, updated_node: Any) -> Any:  # noqa: N802

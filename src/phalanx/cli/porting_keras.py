@@ -10,7 +10,14 @@ import libcst.matchers as m
 
 from phalanx.cli.porting_tree import dotted, full_name
 
-__all__ = ["keras_call", "lifted_models", "with_new_name_of_rate"]
+__all__ = [
+    "compiles",
+    "gone_from_models",
+    "has_loop",
+    "keras_call",
+    "lifted_models",
+    "with_new_name_of_rate",
+]
 
 _MODELS = ("tf.keras.Sequential", "tf.keras.Model", "tf.keras.models", "tf.keras.applications")
 _RENAMED = (
@@ -18,7 +25,43 @@ _RENAMED = (
     ("tf.keras.layers.InputLayer", "input_shape", "shape"),
 )
 """Arguments that Keras 3 calls otherwise."""
+_GONE = {
+    "compiled_loss": "Keras 3 has self.compute_loss(y=…, y_pred=…), which adds the losses of layers; "
+    "count it in self.metrics",
+    "compiled_metrics": "Keras 3 has self.compute_metrics(x, y, y_pred), or update self.metrics",
+}
 _LISTS = m.Name("trainable_variables") | m.Name("trainable_weights")
+
+
+def compiles(call: Any) -> bool:
+    """Whether a call is that of a model's ``compile``."""
+    method = m.Attribute(value=~m.Name("re"), attr=m.Name("compile"))
+    return m.matches(call, m.Call(func=method))
+
+
+def gone_from_models(node: cst.Attribute) -> str | None:
+    """What to write for an attribute that models of Keras 3 do not have; None for others."""
+    return _GONE.get(node.attr.value) if m.matches(node.value, m.Name("self")) else None
+
+
+def has_loop(module: cst.Module, aliases: dict[str, str]) -> bool:
+    """Whether a program runs steps on replicas, or on workers, by itself."""
+    made = {
+        dotted(node.targets[0].target)
+        for node in m.findall(module, m.Assign(value=m.Call()))
+        if isinstance(node, cst.Assign)
+        and isinstance(node.value, cst.Call)
+        and (full_name(node.value.func, aliases) or "").startswith("tf.distribute.")
+    }
+    for call in m.findall(module, m.Call(func=m.Attribute())):
+        assert isinstance(call, cst.Call)
+        assert isinstance(call.func, cst.Attribute)
+        name, owner = call.func.attr.value, dotted(call.func.value) or ""
+        if name == "experimental_run_v2":
+            return True
+        if name in ("run", "schedule") and (owner in made or "strategy" in owner.lower()):
+            return True
+    return False
 
 
 def keras_call(full: str, call: cst.Call) -> cst.Call:

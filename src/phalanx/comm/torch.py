@@ -7,7 +7,10 @@ ways may be mixed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from phalanx.collectives import groups
@@ -21,31 +24,14 @@ from phalanx.collectives.groups import (
 )
 from phalanx.collectives.handles import Handle as Work
 from phalanx.collectives.perform import GroupLike, Op
-from phalanx.comm import functional, in_place, objects
-from phalanx.comm.conventions import (
-    get_global_rank,
-    get_group_rank,
-    monitored_barrier,
-    new_subgroups,
-)
+from phalanx.comm import conventions, functional, in_place, messages, objects
+from phalanx.comm.conventions import get_global_rank, get_group_rank, monitored_barrier
 from phalanx.comm.in_place import (
     all_gather_ as all_gather,
     all_reduce_ as all_reduce,
     all_reduce_coalesced_ as all_reduce_coalesced,
-    broadcast_ as broadcast,
-    gather_ as gather,
-    reduce_ as reduce,
-    scatter_ as scatter,
 )
-from phalanx.comm.messages import (
-    P2POp,
-    batch_isend_irecv,
-    irecv_ as irecv,
-    isend,
-    recv_ as recv,
-    send,
-)
-from phalanx.comm.objects import broadcast_object_list
+from phalanx.comm.messages import P2POp, batch_isend_irecv
 from phalanx.core.reduction import ReduceOp
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
@@ -75,27 +61,48 @@ __all__ = [
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
+    "group",
     "init_process_group",
     "irecv",
     "is_available",
+    "is_gloo_available",
     "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
     "isend",
     "monitored_barrier",
     "new_group",
     "new_subgroups",
+    "new_subgroups_by_enumeration",
     "recv",
+    "recv_object_list",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
     "scatter",
     "scatter_object_list",
     "send",
+    "send_object_list",
 ]
+
+
+class group:  # noqa: N801 - torch's name
+    """``group.WORLD`` is all ranks."""
+
+    WORLD = None
 
 
 def is_available() -> bool:
     """Always True."""
     return True
+
+
+def is_nccl_available() -> bool:
+    """False, as are the two below: Phalanx chooses what data travels over."""
+    return False
+
+
+is_gloo_available = is_mpi_available = is_nccl_available
 
 
 def init_process_group(
@@ -147,6 +154,22 @@ def new_group(
     """Make a group of some ranks, or of all. All other arguments are accepted for ported code."""
     del timeout, backend, kwargs
     return groups.new_group(None if ranks is None else list(ranks))
+
+
+def new_subgroups(
+    group_size: int, group: GroupLike = None, timeout: Any = None, **kwargs: Any
+) -> tuple[Group | None, list[Group]]:
+    """Cut a group into groups of one size. All other arguments are accepted for ported code."""
+    del timeout, kwargs
+    return conventions.new_subgroups(group_size, group)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]], timeout: Any = None, **kwargs: Any
+) -> tuple[Group | None, list[Group]]:
+    """Make groups that have no rank in common. All other arguments are accepted for ported code."""
+    del timeout, kwargs
+    return conventions.new_subgroups_by_enumeration(ranks_per_subgroup_list)
 
 
 def all_gather_into_tensor(
@@ -238,8 +261,66 @@ def _fill(given: Any, found: list[Any], name: str) -> None:
     given[:] = found
 
 
-def barrier(group: GroupLike = None, async_op: bool = False, device_ids: Any = None) -> Work | None:
-    """Wait until all ranks of a group are here."""
+def barrier(
+    group: GroupLike = None,
+    async_op: bool = False,
+    device_ids: Any = None,
+    timeout: float | timedelta | None = None,
+) -> Work | None:
+    """Wait until all ranks of a group are here, for some time at most."""
     del device_ids
-    handle = functional.barrier(group, async_op)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    handle = functional.barrier(group, async_op, seconds)
     return handle if async_op else None
+
+
+# -- ranks of groups -------------------------------------------------------------------------------
+
+
+def _with_group_rank(function: Callable[..., Any], name: str, usual: int | None = 0) -> Any:
+    """A function that takes ``group_src`` or ``group_dst`` in place of ``src`` or ``dst`` too.
+
+    Args:
+        function: takes a rank of all.
+        name: that of the rank.
+        usual: the rank without either.
+    """
+    signature, new = inspect.signature(function), f"group_{name}"
+
+    @functools.wraps(function)
+    def taking(*args: Any, **kwargs: Any) -> Any:
+        if new not in kwargs:
+            if usual is None or kwargs.get(name, 0) is not None:
+                return function(*args, **kwargs)
+            return function(*args, **(kwargs | {name: usual}))
+        inside = kwargs.pop(new)
+        given = signature.bind_partial(*args, **kwargs).arguments
+        if inside is not None and given.get(name) is not None:
+            raise InvalidValueError(
+                f"Give {name}, a rank of all, or {new}, a rank of the group. "
+                f"Received: {name}={shown(given[name])} and {new}={shown(inside)}"
+            )
+        if inside is not None:
+            given[name] = get_global_rank(given.get("group"), inside)
+        return taking(**given)
+
+    more = inspect.Parameter(new, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="int | None")
+    taking.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), more]
+    )
+    return taking
+
+
+broadcast = _with_group_rank(in_place.broadcast_, "src")
+reduce = _with_group_rank(in_place.reduce_, "dst")
+gather = _with_group_rank(in_place.gather_, "dst")
+scatter = _with_group_rank(in_place.scatter_, "src")
+send = _with_group_rank(messages.send, "dst", None)
+recv = _with_group_rank(messages.recv_, "src", None)
+isend = _with_group_rank(messages.isend, "dst", None)
+irecv = _with_group_rank(messages.irecv_, "src", None)
+broadcast_object_list = _with_group_rank(objects.broadcast_object_list, "src")
+gather_object = _with_group_rank(gather_object, "dst")
+scatter_object_list = _with_group_rank(scatter_object_list, "src")
+send_object_list = _with_group_rank(conventions.send_object_list, "dst", None)
+recv_object_list = _with_group_rank(conventions.recv_object_list, "src", None)

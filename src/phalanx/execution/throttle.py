@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -52,6 +53,8 @@ class Throttle:
         self._between_workers = threading.RLock()
         self._tokens: collections.deque[Any] = collections.deque()
         self._latest_between_workers: tuple[int, jax.Array] | None = None  # its thread and its token
+        self.seconds_between_workers = 0.0
+        """How long this process was in programs of several workers; whoever comes last is less so."""
 
     def dispatch(
         self,
@@ -99,11 +102,13 @@ class Throttle:
         if ledger is None:
             return start()
         with self._between_workers:
+            began = time.monotonic()
             with ledger.meet(shared):
                 self._keep_order()
                 result, token = start()
             self._latest_between_workers = threading.get_ident(), token
             ledger.begun(token, may_return)
+            self.seconds_between_workers += time.monotonic() - began
             return result, token
 
     def start(self, program: Callable[..., tuple[T, jax.Array]], *args: Any) -> tuple[T, jax.Array]:

@@ -1,7 +1,8 @@
 """`px.train`: optimizers, metrics, loops and precision for training.
 
 * ``optimizer``, with ``precision`` and ``server_updates`` (on parameter servers); ``accumulate``
-* ``metrics``, with ``accuracy_metrics``, ``confusion_metrics`` and ``error_metrics``
+* ``metrics``, with ``accuracy_metrics``, ``class_metrics``, ``confusion_metrics`` and
+  ``error_metrics``
 * ``loss_functions`` and ``losses``; ``keras_optimizers`` and ``schedules``
 * ``loop``, ``snapshot``
 * ``checkpoints``; ``preemption`` and ``termination``, which save in time; ``weights``

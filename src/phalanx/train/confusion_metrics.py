@@ -1,4 +1,4 @@
-"""Metrics of right and wrong decisions: positives and negatives at thresholds, and pairs of classes."""
+"""Metrics of right and wrong decisions: positives and negatives at thresholds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from phalanx.core.variables import transactions
 from phalanx.core.variables.variable import Variable
@@ -31,7 +30,7 @@ def _checked_thresholds(given: Any, usual: float) -> list[float]:
     ]
 
 
-def _flat_weights(weights: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def flat_weights(weights: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """One weight for each of the elements of examples."""
     if weights is None:
         return jnp.ones(shape, dtype)
@@ -84,7 +83,7 @@ class _Counts(Metric):
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Count labels (0 or 1) and predictions (from 0 to 1), each with its weight."""
         labels, predictions = _pair(y_true, y_pred, self.dtype)
-        weights = _flat_weights(sample_weight, predictions.shape, self.dtype)
+        weights = flat_weights(sample_weight, predictions.shape, self.dtype)
         with compat.without_differentiation():
             if self.top_k is not None:
                 _, best = jax.lax.top_k(predictions, self.top_k)
@@ -278,7 +277,7 @@ class AUC(Metric):
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Count labels (0 or 1) and predictions (from 0 to 1, or logits), each with its weight."""
         labels, predictions = _pair(y_true, y_pred, self.dtype)
-        weights = _flat_weights(sample_weight, predictions.shape, self.dtype)
+        weights = flat_weights(sample_weight, predictions.shape, self.dtype)
         with compat.without_differentiation():
             if self.from_logits:
                 predictions = jax.nn.sigmoid(predictions)
@@ -367,89 +366,3 @@ def _one_of(given: Any, name: str, allowed: tuple[str, ...]) -> str:
     if not found:
         raise InvalidValueError(f"{name} must be one of {list(allowed)}. Received: {shown(given)}")
     return found[0]
-
-
-class ConfusionMatrix(Metric):
-    """How often each class was predicted as each class: rows are labels, columns predictions.
-
-    Args:
-        num_classes: how many classes there are.
-        name: a name.
-        dtype: of the variable.
-
-    Examples:
-        >>> import phalanx as px
-        >>> px.metrics.ConfusionMatrix(2)([0, 1, 1], [0, 0, 1]).tolist()
-        [[1.0, 0.0], [1.0, 1.0]]
-    """
-
-    def __init__(
-        self, num_classes: int, name: str | None = "confusion_matrix", dtype: Any = None
-    ) -> None:
-        super().__init__(name, dtype)
-        self.num_classes = check_integer(num_classes, "num_classes", 1, 2**20)
-        self.total = self.add_weight("total", (self.num_classes, self.num_classes))
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Count labels and predicted labels, or scores whose last dimension is the class."""
-        labels, predictions = known(y_true), known(y_pred)
-        with compat.without_differentiation():
-            if predictions.ndim == labels.ndim + 1:
-                predictions = jnp.argmax(predictions, axis=-1)
-            if predictions.shape != labels.shape:
-                raise InvalidValueError(
-                    "Predictions must have the shape of the labels, or one dimension more for scores. "
-                    f"Received: labels {labels.shape} and predictions {predictions.shape}"
-                )
-            weights = _flat_weights(sample_weight, labels.shape, self.dtype)
-            rows, columns = (jnp.ravel(x).astype(jnp.int32) for x in (labels, predictions))
-            matrix = jnp.zeros((self.num_classes, self.num_classes), self.dtype)
-            counts = matrix.at[rows, columns].add(jnp.ravel(weights), mode="drop")
-        self.total.assign_add(counts)
-
-    def result(self) -> jax.Array:
-        """The matrix so far."""
-        return self._values()[0]
-
-    def get_config(self) -> dict[str, Any]:
-        """What `from_config` makes the same metric of."""
-        return super().get_config() | {"num_classes": self.num_classes}
-
-
-class MeanIoU(ConfusionMatrix):
-    """The mean over classes of intersection over union; classes that never occur do not count."""
-
-    def __init__(self, num_classes: int, name: str | None = "mean_io_u", dtype: Any = None) -> None:
-        super().__init__(num_classes, name, dtype)
-
-    def result(self) -> jax.Array:
-        """The mean so far."""
-        matrix = super().result()
-        hits = jnp.diagonal(matrix)
-        union = jnp.sum(matrix, axis=0) + jnp.sum(matrix, axis=1) - hits
-        return divide(jnp.sum(divide(hits, union)), jnp.sum(union != 0).astype(self.dtype))
-
-
-def confusion_matrix(
-    labels: Any, predictions: Any, num_classes: int | None = None, weights: Any = None
-) -> jax.Array:
-    """How often each class was predicted as each class in one batch.
-
-    Args:
-        labels: numbers of classes.
-        predictions: as many.
-        num_classes: one more than the largest number by default, which must be known then.
-        weights: one per example.
-
-    Examples:
-        >>> import phalanx as px
-        >>> px.metrics.confusion_matrix([1, 2, 2], [2, 2, 0]).tolist()
-        [[0, 0, 0], [0, 0, 1], [1, 0, 1]]
-    """
-    rows, columns = (jnp.ravel(known(x)).astype(jnp.int32) for x in (labels, predictions))
-    if num_classes is None:
-        largest = max(int(np.max(np.asarray(x), initial=-1)) for x in (rows, columns))
-        num_classes = largest + 1
-    counts = jnp.ones(rows.shape, jnp.int32) if weights is None else jnp.ravel(known(weights))
-    matrix = jnp.zeros((num_classes, num_classes), counts.dtype)
-    return matrix.at[rows, columns].add(counts, mode="drop")

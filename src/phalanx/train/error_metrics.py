@@ -44,7 +44,7 @@ class CosineSimilarity(MeanMetricWrapper):
     """The mean cosine of the angle between labels and predictions."""
 
     def __init__(self, name: str = "cosine_similarity", dtype: Any = None, axis: int = -1) -> None:
-        super().__init__(functions.cosine_similarity, name, dtype, axis=axis)
+        super().__init__(functions.cosine, name, dtype, axis=axis)
 
 
 class RootMeanSquaredError(Mean):

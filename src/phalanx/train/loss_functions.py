@@ -143,7 +143,12 @@ def poisson(y_true: Any, y_pred: Any) -> jax.Array:
 
 
 def cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> jax.Array:
-    """The cosine of the angle between labels and predictions. `CosineSimilarity` minimizes minus it."""
+    """Minus the cosine of the angle between labels and predictions: -1 where they are most alike."""
+    return -cosine(y_true, y_pred, axis)
+
+
+def cosine(y_true: Any, y_pred: Any, axis: int = -1) -> jax.Array:
+    """The cosine of the angle between labels and predictions."""
     labels, predictions = (_unit(x, axis) for x in _pair(y_true, y_pred))
     return jnp.sum(labels * predictions, axis=axis)
 

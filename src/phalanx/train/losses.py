@@ -14,14 +14,16 @@ from phalanx.errors import InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 from phalanx.train import loss_functions as functions
 from phalanx.train.loss_functions import LossFunction, as_array, as_numbers, same_rank
+from phalanx.train.metrics import divide
 
 
 class Reduction(enum.StrEnum):
     """What a loss makes of the losses of its examples.
 
-    `SUM_OVER_BATCH_SIZE`, which `AUTO` means, is their mean. A replica sees only its own part of a
-    batch, so these two are refused inside `Strategy.run` with several replicas, as in TensorFlow. Use
-    `SUM` or `NONE` there, and divide by the global batch size, as `px.nn.compute_average_loss` does.
+    `SUM_OVER_BATCH_SIZE`, which `AUTO` and `MEAN` mean too, is their mean. `MEAN_WITH_SAMPLE_WEIGHT`
+    divides by the sum of the sample weights instead. A replica sees only its own part of a batch, so
+    means are refused inside `Strategy.run` with several replicas, as in TensorFlow. Use `SUM` or `NONE`
+    there, and divide by the global batch size, as `px.nn.compute_average_loss` does.
 
     Examples:
         >>> import phalanx as px
@@ -34,14 +36,14 @@ class Reduction(enum.StrEnum):
     NONE = "none"
     SUM = "sum"
     SUM_OVER_BATCH_SIZE = "sum_over_batch_size"
+    MEAN = "mean"
+    MEAN_WITH_SAMPLE_WEIGHT = "mean_with_sample_weight"
 
     @classmethod
     def of(cls, given: Any) -> Reduction:
         """The reduction that a name or None stands for."""
         try:
-            return (
-                cls.NONE if given is None else cls("sum_over_batch_size" if given == "mean" else given)
-            )
+            return cls.NONE if given is None else cls(given)
         except ValueError:
             raise InvalidValueError(
                 f"reduction must be one of {[kind.value for kind in cls]} or None. "
@@ -55,6 +57,7 @@ class Loss:
     Args:
         name: a name.
         reduction: a `Reduction`, or its name.
+        dtype: what predictions and losses are converted to; that of the predictions by default.
 
     Examples:
         >>> import jax.numpy as jnp, phalanx as px
@@ -65,11 +68,14 @@ class Loss:
         [1.0, 8.0]
     """
 
-    def __init__(self, name: str | None = None, reduction: Any = Reduction.AUTO) -> None:
+    def __init__(
+        self, name: str | None = None, reduction: Any = Reduction.AUTO, dtype: Any = None
+    ) -> None:
         if name is not None and not isinstance(name, str):
             raise InvalidTypeError(f"The name of a loss must be a string. Received: {shown(name)}")
         self.name = name or _snake(type(self).__name__)
         self.reduction = Reduction.of(reduction)
+        self.dtype = None if dtype is None else _floating(dtype)
 
     def __repr__(self) -> str:
         return f"<px.losses.{type(self).__name__} {self.name!r}, reduction={self.reduction.value!r}>"
@@ -81,24 +87,36 @@ class Loss:
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> jax.Array:
         """The loss, reduced."""
         labels, predictions = (
-            jax.tree.map(functools.partial(as_array, what=what), y, is_leaf=_is_numbers)
+            jax.tree.map(functools.partial(self._converted, what=what), y, is_leaf=_is_numbers)
             for y, what in ((y_true, "y_true"), (y_pred, "y_pred"))
         )
         losses = as_numbers(self.call(labels, predictions), "what call returns")
-        if sample_weight is not None:
-            losses = self._weighted(losses, as_numbers(sample_weight, "sample_weight"))
+        losses = losses.astype(self.dtype or losses.dtype)
+        weights = None if sample_weight is None else as_numbers(sample_weight, "sample_weight")
+        if weights is not None:
+            losses, weights = self._weighted(losses, weights)
         if self.reduction is Reduction.NONE:
             return losses
         if self.reduction is Reduction.SUM:
             return jnp.sum(losses)
         self._check_place()
-        return jnp.sum(losses) / self._examples(y_true, losses)
+        if self.reduction is not Reduction.MEAN_WITH_SAMPLE_WEIGHT:
+            weights = None
+        total = jnp.sum(losses)
+        return divide(total, jnp.asarray(self._divisor(y_true, losses, weights), total.dtype))
 
-    def _examples(self, y_true: Any, losses: jax.Array) -> Any:
-        """How many losses a mean is over."""
-        return max(losses.size, 1)
+    def _converted(self, x: Any, what: str) -> jax.Array:
+        """An array; predictions, and labels that are no whole numbers, in the dtype of the loss."""
+        array = as_array(x, what)
+        is_whole = what == "y_true" and not jnp.issubdtype(array.dtype, jnp.floating)
+        return array if self.dtype is None or is_whole else array.astype(self.dtype)
 
-    def _weighted(self, losses: jax.Array, weights: jax.Array) -> jax.Array:
+    def _divisor(self, y_true: Any, losses: jax.Array, weights: jax.Array | None) -> Any:
+        """What the sum of losses becomes a mean by: the sum of the weights, or how many there are."""
+        return losses.size if weights is None else jnp.sum(weights)
+
+    def _weighted(self, losses: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Losses times their weights, and the weights in as many dimensions."""
         losses, weights = same_rank(losses, weights)
         if weights.ndim < losses.ndim and weights.shape == losses.shape[: weights.ndim]:
             weights = weights.reshape(*weights.shape, *[1] * (losses.ndim - weights.ndim))
@@ -111,7 +129,7 @@ class Loss:
                 "sample_weight must be one weight per example, or broadcast against the losses. "
                 f"Received: weights of shape {weights.shape} for losses of shape {losses.shape}"
             )
-        return losses * weights.astype(losses.dtype)
+        return losses * weights.astype(losses.dtype), weights
 
     def _check_place(self) -> None:
         replica = ctx.active_replica()
@@ -126,12 +144,26 @@ class Loss:
 
     def get_config(self) -> dict[str, Any]:
         """What `from_config` makes the same loss of."""
-        return {"name": self.name, "reduction": self.reduction.value}
+        kind = {} if self.dtype is None else {"dtype": self.dtype.name}
+        return {"name": self.name, "reduction": self.reduction.value} | kind
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """A loss with what `get_config` returned."""
         return cls(**config)
+
+
+def _floating(dtype: Any) -> jnp.dtype[Any]:
+    """The dtype of a loss."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise InvalidTypeError(
+            f"The dtype of a loss must be that of floating numbers. Received: {shown(dtype)}"
+        )
+    return found
 
 
 def _is_numbers(x: Any) -> bool:
@@ -160,6 +192,7 @@ class LossFunctionWrapper(Loss):
         fn: the function, called with labels, predictions and the other arguments.
         reduction: a `Reduction`, or its name.
         name: a name.
+        dtype: see `Loss`.
         **kwargs: more arguments of the function.
     """
 
@@ -168,9 +201,10 @@ class LossFunctionWrapper(Loss):
         fn: LossFunction,
         reduction: Any = Reduction.AUTO,
         name: str | None = None,
+        dtype: Any = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(name or getattr(fn, "__name__", None), reduction)
+        super().__init__(name or getattr(fn, "__name__", None), reduction, dtype)
         self._fn, self._kwargs = fn, kwargs
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -188,8 +222,10 @@ class _Plain(LossFunctionWrapper):
 
     function: LossFunction
 
-    def __init__(self, reduction: Any = Reduction.AUTO, name: str | None = None) -> None:
-        super().__init__(type(self).function, reduction, name)
+    def __init__(
+        self, reduction: Any = Reduction.AUTO, name: str | None = None, dtype: Any = None
+    ) -> None:
+        super().__init__(type(self).function, reduction, name, dtype)
 
 
 class MeanSquaredError(_Plain):
@@ -256,22 +292,26 @@ class Huber(LossFunctionWrapper):
     """Squared where the difference is at most `delta`, linear beyond."""
 
     def __init__(
-        self, delta: float = 1.0, reduction: Any = Reduction.AUTO, name: str | None = "huber_loss"
+        self,
+        delta: float = 1.0,
+        reduction: Any = Reduction.AUTO,
+        name: str | None = "huber_loss",
+        dtype: Any = None,
     ) -> None:
-        super().__init__(functions.huber, reduction, name, delta=delta)
+        super().__init__(functions.huber, reduction, name, dtype, delta=delta)
 
 
 class CosineSimilarity(LossFunctionWrapper):
     """Minus the cosine of the angle between labels and predictions."""
 
     def __init__(
-        self, axis: int = -1, reduction: Any = Reduction.AUTO, name: str | None = "cosine_similarity"
+        self,
+        axis: int = -1,
+        reduction: Any = Reduction.AUTO,
+        name: str | None = "cosine_similarity",
+        dtype: Any = None,
     ) -> None:
-        super().__init__(functions.cosine_similarity, reduction, name, axis=axis)
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """What becomes smaller the more alike they are."""
-        return -super().call(y_true, y_pred)
+        super().__init__(functions.cosine_similarity, reduction, name, dtype, axis=axis)
 
 
 class BinaryCrossentropy(LossFunctionWrapper):
@@ -284,11 +324,13 @@ class BinaryCrossentropy(LossFunctionWrapper):
         axis: int = -1,
         reduction: Any = Reduction.AUTO,
         name: str | None = "binary_crossentropy",
+        dtype: Any = None,
     ) -> None:
         super().__init__(
             functions.binary_crossentropy,
             reduction,
             name,
+            dtype,
             from_logits=from_logits,
             label_smoothing=label_smoothing,
             axis=axis,
@@ -305,11 +347,13 @@ class CategoricalCrossentropy(LossFunctionWrapper):
         axis: int = -1,
         reduction: Any = Reduction.AUTO,
         name: str | None = "categorical_crossentropy",
+        dtype: Any = None,
     ) -> None:
         super().__init__(
             functions.categorical_crossentropy,
             reduction,
             name,
+            dtype,
             from_logits=from_logits,
             label_smoothing=label_smoothing,
             axis=axis,
@@ -333,19 +377,24 @@ class SparseCategoricalCrossentropy(LossFunctionWrapper):
         reduction: Any = Reduction.AUTO,
         axis: int = -1,
         name: str | None = "sparse_categorical_crossentropy",
+        dtype: Any = None,
     ) -> None:
         super().__init__(
             functions.sparse_categorical_crossentropy,
             reduction,
             name,
+            dtype,
             from_logits=from_logits,
             ignore_class=ignore_class,
             axis=axis,
         )
 
-    def _examples(self, y_true: Any, losses: jax.Array) -> Any:
-        """Those with the label to be ignored are none."""
+    def _divisor(self, y_true: Any, losses: jax.Array, weights: jax.Array | None) -> Any:
+        """Examples with the label to be ignored are none."""
         ignored = self._kwargs["ignore_class"]
         if ignored is None:
-            return super()._examples(y_true, losses)
-        return jnp.maximum(jnp.sum(jnp.asarray(y_true) != ignored), 1)
+            return super()._divisor(y_true, losses, weights)
+        counts, weights = same_rank(
+            jnp.asarray(y_true) != ignored, jnp.ones_like(losses) if weights is None else weights
+        )
+        return jnp.sum(counts * (1.0 if weights is None else weights))

@@ -18,6 +18,7 @@ from rich.progress import (
 
 from phalanx.collectives import groups
 from phalanx.comm import functional
+from phalanx.execution.throttle import THROTTLE
 from phalanx.runtime.numbers import check_integer
 
 __all__ = ["Progress", "slow_worker"]
@@ -67,6 +68,7 @@ class Progress:
         self._every = check_integer(every, "every", 1)
         self._compare = check_integer(compare, "compare", 0)
         self._waited = 0.0  # of this worker, at the last meeting
+        self._inside = 0.0  # seconds that this worker was in programs of all, until the last meeting
         self._met = (0, 0.0)  # the step and the time of the last meeting
         self._description, self._clock = description, clock
         self._console = console or Console(stderr=True)
@@ -80,6 +82,7 @@ class Progress:
     def __enter__(self) -> Self:
         self._began = self._clock()
         self._met = (self.step, self._began)
+        self._inside = THROTTLE.seconds_between_workers
         if not groups.is_initialized() or groups.world().rank == 0:
             self._bar = Bar(
                 TextColumn("{task.description}"),
@@ -130,7 +133,11 @@ class Progress:
         if not groups.is_initialized() or groups.world().size == 1:
             return
         began = self._clock()
-        mine = np.array([self._waited, began - self._met[1], self.step - self._met[0]])
+        steps = self.step - self._met[0]
+        inside, self._inside = self._inside, THROTTLE.seconds_between_workers
+        # Steps in which workers exchange something make them wait there, and not for the meeting.
+        waited = self._waited + (self._inside - inside) / max(steps, 1)
+        mine = np.array([waited, began - self._met[1], steps])
         parts, _ = functional.all_gather(mine)
         self._waited = self._clock() - began
         self._met = (self.step, self._clock())

@@ -140,3 +140,41 @@ def test_losses_of_steps_that_cannot_be(of_another: bool, losses: Any, words: st
     model.compile("sgd", "mse")
     with pytest.raises((TypeError, ValueError), match=words):
         model.fit(X, Y, verbose=0)
+
+
+class ReturnsItsLoss(AsKeras):
+    """Returns a loss, and counts nothing, as many steps for TensorFlow do."""
+
+    @px.keras.stateful
+    def train_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+        def compute_loss() -> Any:
+            return self.compute_loss(y=y, y_pred=self(x, training=True))
+
+        loss, gradients = px.keras.value_and_grad(compute_loss, self.trainable_variables)()
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+    @px.keras.stateful
+    def test_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return {"loss": self.compute_loss(y=y, y_pred=self(x))}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_loss_that_a_step_returns_is_counted(compiled: bool) -> None:
+    """It is the mean over the epoch, for the rows of batches, as if Keras had counted it."""
+    shown = []
+    for kind in (keras.Sequential, ReturnsItsLoss):
+        with px.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            keras.utils.set_random_seed(1)
+            model = kind([keras.Input((6,)), keras.layers.Dense(3)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("sgd", loss, jit_compile=compiled)
+        options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+        history = model.fit(X, Y, epochs=2, validation_data=(X, Y), **options).history
+        single = model.train_on_batch(X[:3], Y[:3])
+        shown.append([*history["loss"], *history["val_loss"], single, model.evaluate(X, Y, verbose=0)])
+    np.testing.assert_allclose(shown[1], shown[0], rtol=1e-5)
+    assert len(X) % BATCH

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.execution.gradients import scalars
@@ -41,7 +42,8 @@ def stateful(step: Callable[..., Any]) -> Callable[..., Any]:
     They may call the model, update metrics, and use optimizers: also others than `model.optimizer`,
     which are attributes of the model. Gradients are those of `px.keras.value_and_grad`. In train steps
     `px.random.next_key` gives other keys each time. The data are the whole batch, and the step is
-    compiled, under strategies and without.
+    compiled, under strategies and without. A ``"loss"`` that the step returns, and does not count in
+    Keras's metric for it, is counted.
 
     Examples:
         >>> import keras, numpy as np, phalanx as px
@@ -81,8 +83,11 @@ def stateful(step: Callable[..., Any]) -> Callable[..., Any]:
             before = _running.scope, _running.variables
             _running.scope, _running.variables = scope, variables
             try:
+                counted = _counted_loss(self, scope)
                 with keys_from(functools.partial(_key, self)):
                     result = step(self, data)
+                if name != "predict_step" and counted == _counted_loss(self, scope):
+                    _count_loss(self, result, data)
             finally:
                 _running.scope, _running.variables = before
         after = tuple([scope.get_current_value(v) for v in part] for part in parts)
@@ -90,6 +95,21 @@ def stateful(step: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(with_state, _MARK, True)
     return with_state
+
+
+def _counted_loss(model: Any, scope: Any) -> list[int]:
+    """Which values the metric has that a model shows as its loss."""
+    tracker = touch_points.loss_tracker(model)
+    return [] if tracker is None else [id(scope.get_current_value(v)) for v in tracker.variables]
+
+
+def _count_loss(model: Any, result: Any, data: Any) -> None:
+    """Count the loss that a step has returned and not counted: `fit` shows what was counted."""
+    tracker = touch_points.loss_tracker(model)
+    loss = result.get("loss") if isinstance(result, dict) else None
+    if tracker is not None and loss is not None and jnp.ndim(loss) == 0:
+        rows = next((x.shape[0] for x in jax.tree.leaves(data) if jnp.ndim(x)), 1)
+        tracker.update_state(loss, sample_weight=rows)
 
 
 def _key(model: Any) -> jax.Array:
@@ -298,8 +318,7 @@ def values_and_grads(
         found = []
         for i, nest in enumerate(nests):
             ones = tuple(
-                jax.numpy.ones_like(x) if i == j else jax.numpy.zeros_like(x)
-                for j, x in enumerate(losses)
+                jnp.ones_like(x) if i == j else jnp.zeros_like(x) for j, x in enumerate(losses)
             )
             of = dict(zip(map(id, wanted), pull(ones)[0], strict=True))
             found.append([of[id(v)] for v in nest])

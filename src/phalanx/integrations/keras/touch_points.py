@@ -34,6 +34,7 @@ _NEEDED = {
     ),
     "keras.src.trainers.data_adapters.array_slicing": ("train_validation_split",),
 }
+# Methods that trainer.py overrides, or that are called here.
 _METHODS = ("_get_jax_state", "jax_state_sync", "_symbolic_build", "make_train_function")
 
 
@@ -212,6 +213,12 @@ def build_for(model: Any, batch: Any) -> None:
 def is_compiled(model: Any) -> bool:
     """Whether steps of a model are to be compiled, by JAX."""
     return bool(model.jit_compile) and not model.run_eagerly
+
+
+def loss_tracker(model: Any) -> Any:
+    """The metric that a compiled model shows as its loss; None if its metrics do not have it."""
+    tracker = getattr(model, "_loss_tracker", None)
+    return tracker if any(m is tracker for m in model.metrics) else None
 
 
 def forget_programs(model: Any) -> None:
