@@ -151,7 +151,7 @@ lost or mixed up, damage is found, each failure is named in time, and no process
 
 Median, 90th percentile and longest, in seconds. "Named" is from the fault to the first word of a
 process or of the launcher that names the worker. A frozen or slow worker is named only if it was away
-for longer than the deadline of {DEADLINE:g} seconds; the hub then waits for the stack of a frozen one.
+for longer than the deadline of {DEADLINE:g} seconds; the hub waits for its stack half a second more.
 The next step is that of the slowest worker after the restart of all processes, which here are copies
 of a process that has imported JAX and find compiled programs in a cache: new processes need the seconds
 of their imports and of compiling on top.
