@@ -54,7 +54,7 @@ class Throttle:
         self._tokens: collections.deque[Any] = collections.deque()
         self._latest_between_workers: tuple[int, jax.Array] | None = None  # its thread and its token
         self.seconds_between_workers = 0.0
-        """How long this process was in programs of several workers; whoever comes last is less so."""
+        """How long this process was in programs of several workers; the last to come is there less."""
 
     def dispatch(
         self,
