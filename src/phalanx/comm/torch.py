@@ -304,6 +304,7 @@ def _with_group_rank(function: Callable[..., Any], name: str, usual: int | None 
             given[name] = get_global_rank(given.get("group"), inside)
         return taking(**given)
 
+    del taking.__wrapped__  # tools would read its arguments there
     more = inspect.Parameter(new, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="int | None")
     taking.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*signature.parameters.values(), more]
