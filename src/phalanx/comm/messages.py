@@ -5,7 +5,6 @@ A message waits at its receiver until it is asked for, so that a send never wait
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,7 +95,7 @@ class P2POp:
         tag: int = 0,
     ) -> None:
         known: dict[str, Callable[..., Any]] = {"isend": isend, "irecv": irecv, "irecv_": irecv_}
-        found = known.get(op) if isinstance(op, str) else inspect.unwrap(op) if callable(op) else op
+        found = known.get(op) if isinstance(op, str) else getattr(op, "usual_function", op)
         if found not in known.values():
             raise InvalidValueError(
                 f"op must be px.comm.isend, px.comm.irecv or px.comm.irecv_. Received: {shown(op)}"

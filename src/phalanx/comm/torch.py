@@ -305,6 +305,7 @@ def _with_group_rank(function: Callable[..., Any], name: str, usual: int | None 
         return taking(**given)
 
     del taking.__wrapped__  # tools would read its arguments there
+    taking.usual_function = function  # type: ignore[attr-defined]
     more = inspect.Parameter(new, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="int | None")
     taking.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*signature.parameters.values(), more]
