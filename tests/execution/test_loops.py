@@ -136,7 +136,10 @@ def test_a_loop_that_is_left_is_an_error(strategy: px.Strategy) -> None:
     with pytest.raises(px.errors.InvalidTypeError, match="whole numbers"):
         px.range(1.5)  # type: ignore[arg-type]
     assert float(v) == 0.0
-    assert not [t for t in threading.enumerate() if t.name == "phalanx-loop" and t.is_alive()]
+    loops = [t for t in threading.enumerate() if t.name == "phalanx-loop"]
+    for thread in loops:
+        thread.join(10.0)  # those that have been told to end, also by tests before
+    assert not any(thread.is_alive() for thread in loops)
     assert px.function(lambda: v + 1.0)() == 1.0  # the thread is out of all traces
 
 
