@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -190,11 +191,149 @@ def test_who_writes_what(cluster: px.testing.MultiProcess, tmp_path: Path) -> No
     assert not list(tmp_path.glob(".*")), "no half written checkpoint is left"
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
+def test_the_first_worker_may_save_more_than_the_others(
+    is_async: bool, cluster: px.testing.MultiProcess, tmp_path: Path
+) -> None:
+    """With parts on all workers, and without; before, between and after what all save."""
+
+    def unequal() -> tuple[list[str], list[str]]:
+        s = strategy()
+        is_first = s.cluster_resolver.task_id == 0
+        with s.scope():
+            w = px.Variable([1.0, 2.0])
+            seen = px.train.Sum()
+        options = px.train.CheckpointOptions(enable_async=is_async)
+        if is_first:
+            best = px.train.Checkpoint(w=w)
+            best.save(str(tmp_path / "best" / "ckpt"))
+        small = px.train.CheckpointManager(px.train.Checkpoint(w=w), tmp_path / "small", 2)
+        large = px.train.CheckpointManager(px.train.Checkpoint(w=w, seen=seen), tmp_path / "large", 2)
+        for i in range(3):
+            s.run(lambda: seen.update_state(jnp.ones(1)))
+            small.save(options=options)
+            if is_first and i == 1:
+                best.save(str(tmp_path / "best" / "ckpt"))
+                best.write(str(tmp_path / "again"))
+            large.save(options=options)
+            small.checkpoint.write(str(tmp_path / "again"))
+        small.sync()
+        large.sync()
+        for manager in (small, large):
+            manager.restore_or_initialize()
+        assert float(seen.result()) == 6.0
+        return small.checkpoints, large.checkpoints
+
+    first, second = cluster.run(unequal)
+    assert first == second
+    for folder in ("small", "large"):
+        assert {p.name for p in (tmp_path / folder).iterdir()} == {"checkpoint", "ckpt-2", "ckpt-3"}
+    assert len(list((tmp_path / "best").glob("ckpt-*"))) == 2
+    assert not list((tmp_path / "small").glob("*/arrays-00001"))
+
+
+@pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_workers_that_count_differently_are_told_both_paths(
+    is_spread: bool, cluster: px.testing.MultiProcess, tmp_path: Path
+) -> None:
+    def unequal() -> list[str]:
+        s = strategy()
+        is_first = s.cluster_resolver.task_id == 0
+        with s.scope():
+            w = px.Variable([1.0, 2.0])
+        parts = {"state": _PerWorker(s.cluster_resolver.task_id)} if is_spread else {}
+        checkpoint = px.train.Checkpoint(w=w, **parts)
+        manager = px.train.CheckpointManager(checkpoint, tmp_path / "all", 5)
+        manager.save()
+        if is_first:
+            checkpoint.save_counter.assign_add(1)
+        found = []
+        for _ in range(2):
+            try:
+                found.append(str(manager.save()).rpartition("/")[2])
+            except px.PhalanxError as error:
+                found.append(str(error))
+        return found
+
+    first, second = cluster.run(unequal)
+    for i, problem in enumerate(second, 2):
+        assert f"{tmp_path}/all/ckpt-{i}'" in problem
+        assert f"{tmp_path}/all/ckpt-{i + 1}'" in problem
+        assert "The numbers differ" in problem
+    if is_spread:
+        for problem, other in zip(first, second, strict=True):
+            assert "because worker 1 saves to" in problem
+            assert "The numbers differ" in other
+    else:
+        assert first == ["ckpt-3", "ckpt-4"]
+    there = {"ckpt-1"} if is_spread else {"ckpt-1", "ckpt-3", "ckpt-4"}
+    assert {p.name for p in (tmp_path / "all").iterdir()} == {"checkpoint", *there}
+
+
+@pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_state_that_fails_on_one_worker_is_told_to_all(
+    failing: int, cluster: px.testing.MultiProcess, tmp_path: Path
+) -> None:
+    def go_on() -> tuple[list[str], int]:
+        rank = strategy().cluster_resolver.task_id
+        with strategy().scope():
+            w = px.Variable([1.0, 2.0])
+        state = _PerWorker(rank)
+        checkpoint = px.train.Checkpoint(w=w, state=state)
+        state.fails = rank == failing
+        found = []
+        for _ in range(2):  # the same path again, and others
+            for saving in (checkpoint.write, checkpoint.save):
+                try:
+                    saving(str(tmp_path / "all"))
+                except (RuntimeError, px.errors.AbortedError) as error:
+                    found.append(f"{type(error).__name__}: {error}")
+            state.fails = False
+        checkpoint.restore(str(tmp_path / "all-2")).assert_consumed()
+        return found, state.seen
+
+    for rank, (found, seen) in enumerate(cluster.run(go_on)):
+        assert seen == rank
+        assert len(found) == 2
+        for problem in found:
+            assert "has no state" in problem
+            assert problem.startswith("RuntimeError" if rank == failing else "AbortedError")
+    assert {p.name for p in tmp_path.iterdir()} == {"all", "all-2", "checkpoint"}
+
+
+@pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
+@pytest.mark.parametrize("having", [0, 1])
+def test_workers_that_save_other_objects_are_told(
+    having: int, cluster: px.testing.MultiProcess, tmp_path: Path
+) -> None:
+    def differ() -> str:
+        rank = strategy().cluster_resolver.task_id
+        with strategy().scope():
+            w = px.Variable([1.0, 2.0])
+        more = {"state": _PerWorker(rank)} if rank == having else {}
+        try:
+            px.train.Checkpoint(w=w, **more).write(str(tmp_path / "all"))
+        except px.PhalanxError as error:
+            return str(error)
+        return ""
+
+    first, second = cluster.run(differ)
+    assert "must save the same objects" in second
+    assert having == 1 or "must save the same objects" in first
+
+
 class _PerWorker:
+    fails = False
+
     def __init__(self, rank: int | None) -> None:
         self.rank, self.seen = rank, -1
 
     def state(self) -> dict[str, Any]:
+        if self.fails:
+            raise RuntimeError("it has no state")
         return {"rank": self.rank, "array": np.full(2, self.rank)}
 
     def restore(self, state: dict[str, Any]) -> None:

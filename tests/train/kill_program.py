@@ -14,9 +14,9 @@ import numpy as np
 
 from phalanx.core.regions import Flat
 from phalanx.core.variables.variable_parts import Part
-from phalanx.train.checkpoints import files
+from phalanx.train.checkpoints import directories, files
 from phalanx.train.checkpoints.retention import Kept, Retention
-from phalanx.train.checkpoints.state import DirectoryState, latest_checkpoint, update_state
+from phalanx.train.checkpoints.state import DirectoryState, change_state, latest_checkpoint
 
 SIZE = 200_000
 
@@ -26,14 +26,14 @@ def save(folder: Path, number: int, kept: Kept, size: int) -> Kept:
     array = np.full(size, number, np.int64)
     source = files.ArraySource((size,), "int64", [Part(Flat(0, size), array)])
     path = folder / f"ckpt-{number}"
-    partial = files.begin(path)
+    partial = directories.begin(path)
     part = files.write_part(partial, 0, {"a": source, "b": source}, {"number": number})
     files.commit(partial, path, [part])
     kept, removed = Retention(2).after(kept, path.name, float(number))
     names, times = zip(*kept.current, strict=True)
-    update_state(folder, DirectoryState(names, times))
+    change_state(folder, lambda _: DirectoryState(names, times))
     for old in removed:
-        files.remove(folder / old)
+        directories.remove(folder / old)
     return kept
 
 
@@ -73,7 +73,7 @@ def check(folder: Path, told: int) -> int:
     assert latest is not None
     newest = int(latest.rpartition("-")[2])
     assert newest >= told, "a checkpoint that was complete is lost"
-    files.remove_leftovers(folder)
+    directories.remove_leftovers(folder)
     assert not list(folder.glob(".*")), "what the dead process left is removed"
     return max(int(path.name.rpartition("-")[2]) for path in folder.glob("ckpt-*"))
 

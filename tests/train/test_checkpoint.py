@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from hypothesis.extra import numpy as hnp
 import phalanx as px
 from phalanx.core.regions import Flat
 from phalanx.core.variables.variable_parts import Part
-from phalanx.train.checkpoints import files
-from phalanx.train.checkpoints.files import ArraySource, Saved, begin, commit, write_part
+from phalanx.train.checkpoints import directories, files
+from phalanx.train.checkpoints.directories import begin
+from phalanx.train.checkpoints.files import ArraySource, Saved, commit, write_part
 
 
 def write(path: Path, arrays: dict[str, ArraySource], values: dict[str, Any]) -> None:
@@ -258,14 +260,37 @@ def test_what_cannot_be_saved() -> None:
     for params in ({"a/b": jnp.ones(1), "a": {"b": jnp.zeros(1)}}, {1: jnp.ones(1), "1": jnp.zeros(1)}):
         with pytest.raises(ValueError, match="twice"):  # one of them would be lost
             px.train.Checkpoint(params=params)
-    checkpoint = px.train.Checkpoint(v=px.Variable(1.0))
 
-    @px.function
+
+@pytest.mark.parametrize("what", ["save", "write", "restore", "manager", "export", "load"])
+def test_steps_neither_save_nor_restore(what: str, tmp_path: Path) -> None:
+    strategy = px.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        v = px.Variable(1.0)
+    checkpoint = px.train.Checkpoint(v=v)
+    manager = px.train.CheckpointManager(checkpoint, str(tmp_path), 1, step_counter=v)
+    path = str(tmp_path / "x")
+    calls: dict[str, Callable[[], Any]] = {
+        "save": lambda: checkpoint.save(path),
+        "write": lambda: checkpoint.write(path),
+        "restore": lambda: checkpoint.restore(path),
+        "manager": manager.save,
+        "export": lambda: px.train.export_weights(path, {"v": v}),
+        "load": lambda: px.train.load_weights(path, {"v": v}),
+    }
+
     def step() -> None:
-        checkpoint.write("/no/such/place")
+        calls[what]()
 
     with pytest.raises(px.errors.ContextError, match="between steps"):
-        step()
+        px.function(step)()
+    with pytest.raises(px.errors.ContextError, match="once for all replicas"):
+        strategy.run(step)
+    assert int(checkpoint.save_counter) == 0
+    assert not list(tmp_path.iterdir())
+    if what in ("save", "write", "manager", "export"):
+        with strategy.scope():
+            step()
 
 
 def test_an_optimizer_without_state_has_nothing_to_save(tmp_path: Path) -> None:
@@ -416,3 +441,55 @@ def test_a_table_is_saved_by_shards_and_restored_in_others(tmp_path: Path) -> No
     plain = px.Variable(np.zeros((10, 3), np.float32))
     px.train.Checkpoint(table=plain).restore(path)
     np.testing.assert_array_equal(plain.numpy(), rows)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int8])
+def test_no_count_is_lost_over_replicas(dtype: Any, tmp_path: Path) -> None:
+    """`assign` divides by the number of replicas and cuts, as in TensorFlow; a checkpoint must not."""
+    strategy = px.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
+    with strategy.scope():
+        zeros = jnp.zeros(4, dtype)
+        v = px.Variable(zeros, trainable=False, synchronization=ON_READ, aggregation=SUM)
+    wanted = np.array([10, 3, 0, 0], dtype)
+    wanted[3] -= np.array(7, dtype)  # a number below 0, or the largest ones
+    path = px.train.Checkpoint(v=px.Variable(wanted)).write(str(tmp_path / "x"))
+    px.train.Checkpoint(v=v).restore(path).assert_consumed()
+    np.testing.assert_array_equal(v.numpy(), wanted)
+    assert [int(copy[0]) for copy in v.values] == [3, 3, 2, 2]
+    v.assign(jnp.zeros(4, dtype))
+    strategy.run(lambda: v.assign_add(jnp.ones(4, dtype)))
+    path = px.train.Checkpoint(v=v).write(str(tmp_path / "y"))
+    px.train.Checkpoint(v=v).restore(path)
+    assert v.numpy().tolist() == [4, 4, 4, 4]
+    with pytest.raises(ValueError, match="shape"):
+        v.load_state(np.zeros(3, dtype))
+
+
+def test_a_table_is_saved_in_the_background_with_the_values_of_its_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.parameter_server.jobs import Job
+
+    job = Job(3, px.partitioners.FixedShardsPartitioner(3))
+    table = job.variable(np.zeros((10, 3), np.float32))
+    is_changed = threading.Event()
+
+    def begin_late(path: Path) -> Path:
+        assert is_changed.wait(60)
+        return begin(path)
+
+    monkeypatch.setattr(directories, "begin", begin_late)
+    checkpoint = px.train.Checkpoint(table=table)
+    path = checkpoint.write(str(tmp_path / "x"), px.train.CheckpointOptions(enable_async=True))
+    table.assign(np.ones((10, 3), np.float32))
+    is_changed.set()
+    checkpoint.sync()
+    assert not px.train.load_variable(path, "table").any()
+
+
+def test_an_array_of_which_a_part_is_missing_is_not_saved(tmp_path: Path) -> None:
+    partial = begin(tmp_path / "x")
+    part = write_part(partial, 0, {"a": ArraySource((3,), "int32", [])}, {})
+    with pytest.raises(ValueError, match=r"0 of the 3 elements.*Received: 'a'"):
+        commit(partial, tmp_path / "x", [part])
+    assert not (tmp_path / "x").exists()

@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import phalanx as px
 from phalanx.core.regions import Box, Flat, assemble, cut, region_of
-from phalanx.train.checkpoints import files
+from phalanx.train.checkpoints import directories, files
+from phalanx.train.checkpoints.restoring import Restoring
 
 
 class Counter:
@@ -32,6 +33,19 @@ class Counter:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.count, self.noise, self.seen = state["count"], state["noise"], state["seen"]
+
+
+class Kept:
+    """An object whose state is any value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state(self) -> Any:
+        return self.value
+
+    def restore(self, state: Any) -> None:
+        self.value = state
 
 
 class Layer:
@@ -122,6 +136,36 @@ def test_a_new_value_of_an_attribute_is_saved(tmp_path: Path) -> None:
     assert px.train.load_variable(path, "more").tolist() == [3.0]
 
 
+def test_an_attribute_that_is_gone_is_not_saved(tmp_path: Path) -> None:
+    checkpoint = px.train.Checkpoint(w=px.Variable(1.0), ema=px.Variable(2.0), nothing=None)
+    assert list(checkpoint.things()) == ["w", "ema", "save_counter"]
+    checkpoint.ema = None
+    path = checkpoint.write(str(tmp_path / "a"))
+    assert px.train.Checkpoint(w=px.Variable(0.0), ema=px.Variable(0.0)).restore(path).missing == [
+        "ema"
+    ]
+    checkpoint.ema = px.Variable(3.0)
+    del checkpoint.ema
+    path = checkpoint.write(str(tmp_path / "b"))
+    assert [name for name, _ in px.train.list_variables(path)] == ["save_counter", "w"]
+    checkpoint.ema = px.Variable(4.0)
+    assert list(checkpoint.things()) == ["w", "ema", "save_counter"]
+    with pytest.raises(AttributeError):
+        del checkpoint.other
+
+
+def test_a_root_that_cannot_be_changed_is_read_from_the_checkpoint(tmp_path: Path) -> None:
+    saved = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+    path = px.train.Checkpoint(saved).write(str(tmp_path / "x"))
+    checkpoint = px.train.Checkpoint(eqx.nn.Linear(2, 3, key=jax.random.key(1)))
+    checkpoint.restore(path).assert_consumed()
+    np.testing.assert_array_equal(checkpoint.root.weight, saved.weight)
+    checkpoint.root = eqx.tree_at(lambda x: x.bias, checkpoint.root, jnp.full(3, 5.0))
+    path = checkpoint.write(str(tmp_path / "y"))
+    assert px.train.load_variable(path, "bias").tolist() == [5.0, 5.0, 5.0]
+    assert px.train.Checkpoint(w=px.Variable(1.0)).root is None
+
+
 def test_what_does_not_fit_is_named_by_its_path(tmp_path: Path) -> None:
     path = px.train.Checkpoint(
         a={"b": px.Variable([1.0])}, c=px.Variable(1), d=jax.random.key(0), e=jnp.ones(1), n=[1]
@@ -140,7 +184,7 @@ def test_what_does_not_fit_is_named_by_its_path(tmp_path: Path) -> None:
     assert "'c' is float32[], and int32[] in the checkpoint" in text
     assert "'d' is uint32[4] of keys (rbg), and uint32[2] of keys (fry)" in text or "'d' is" in text
     assert "'e' is a state, and an array in the checkpoint" in text
-    assert "'n/0' is an array, and a value in the checkpoint" in text
+    assert "'n/0' is float32[1], and the number 1 in the checkpoint" in text
 
 
 def test_states_and_values_that_cannot_be_saved(tmp_path: Path) -> None:
@@ -159,6 +203,27 @@ def test_states_and_values_that_cannot_be_saved(tmp_path: Path) -> None:
     )
     with pytest.raises(TypeError, match="combine it by"):
         px.train.Checkpoint(x=[replicas])
+
+
+def test_arrays_of_a_state_are_no_values_of_their_own(tmp_path: Path) -> None:
+    for value in ({"deep": {"noise": jnp.ones(2)}}, jnp.ones(2)):
+        path = px.train.Checkpoint(a={"kept": Kept(value), "n": 1}).write(str(tmp_path / "x"))
+        assert px.train.Checkpoint(a={"n": 0}).restore(path).unused == ["a/kept"]
+
+
+def test_the_index_is_gone_through_as_often_for_many_values_as_for_few(tmp_path: Path) -> None:
+    class Counting(dict[str, Any]):
+        times = 0
+
+        def __iter__(self) -> Any:
+            self.times += 1
+            return super().__iter__()
+
+    tree = {f"n{i}": float(i) for i in range(50)} | {f"a{i}": np.zeros(1) for i in range(50)}
+    saved = files.Saved(Path(px.train.Checkpoint(tree).write(str(tmp_path / "x"))))
+    saved.entries, saved.values = Counting(saved.entries), Counting(saved.values)
+    assert len(Restoring(saved, {}).unused) == 101
+    assert saved.entries.times + saved.values.times < 10
 
 
 def test_an_array_over_devices_comes_back_in_any_layout(tmp_path: Path) -> None:
@@ -251,6 +316,44 @@ def test_an_object_that_refuses_its_state_leaves_variables_as_they_are(tmp_path:
     assert float(v) == 2.0
 
 
+def test_no_object_keeps_its_state_if_another_refuses(tmp_path: Path) -> None:
+    class InPlace(Counter):
+        def restore(self, state: dict[str, Any]) -> None:
+            self.count = state["count"]
+            self.noise[:] = state["noise"]
+            if self.refuses:
+                raise ValueError("It is full.")
+
+        refuses = False
+
+    first, second, v = InPlace(), InPlace(), px.Variable(1.0)
+    data = iter(px.data.Dataset.range(9))
+    objects = {"a": first, "data": data, "b": second, "v": v}
+    first.count = second.count = next(data) + 5
+    path = px.train.Checkpoint(**objects).write(str(tmp_path / "x"))
+    first.count = second.count = 1
+    first.noise[:] = second.noise[:] = 3.0
+    assert next(data) == 1
+    v.assign(2.0)
+    second.refuses = True
+    with pytest.raises(ValueError, match="It is full") as caught:
+        px.train.Checkpoint(**objects).restore(path)
+    assert (first.count, first.noise.tolist()) == (1, [3.0, 3.0])
+    assert (second.count, second.noise.tolist()) == (1, [3.0, 3.0])
+    assert (float(v), next(data)) == (2.0, 2)
+    first_note, second_note = caught.value.__notes__
+    assert first_note.startswith("It is 'b' of the checkpoint")
+    assert "did not take its own state back: It is full." in second_note
+
+
+def test_an_object_without_a_state_is_restored(tmp_path: Path) -> None:
+    path = px.train.Checkpoint(a=Counter()).write(str(tmp_path / "x"))
+    empty = Counter()
+    del empty.noise
+    px.train.Checkpoint(a=empty).restore(path).assert_consumed()
+    assert empty.noise.tolist() == [0.0, 0.0]
+
+
 def test_a_position_of_another_dataset_is_named(tmp_path: Path) -> None:
     strategy = px.MirroredStrategy()
 
@@ -289,13 +392,13 @@ def test_arrays_may_be_donated_while_they_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs of JAX give their parameters to the next step, which overwrites them."""
-    gate, begin = threading.Event(), files.begin
+    gate, begin = threading.Event(), directories.begin
 
     def when_donated(path: Path) -> Path:
         gate.wait(60)
         return begin(path)
 
-    monkeypatch.setattr(files, "begin", when_donated)
+    monkeypatch.setattr(directories, "begin", when_donated)
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
     params = {
         "whole": jnp.arange(6.0),

@@ -110,3 +110,33 @@ def test_checkpoints_of_orbax(tmp_path: Path) -> None:
     assert w.numpy().tolist() == [1.0, 2.0]
     with pytest.raises(ValueError, match="format"):
         px.train.convert_checkpoint(path, str(tmp_path / "x"), "zip")
+
+
+def test_what_orbax_does_not_take(tmp_path: Path) -> None:
+    """Arrays without elements stand beside; those of types that it does not have are refused."""
+    options = px.train.CheckpointOptions(format="orbax")
+    state = {"none": jnp.zeros((0, 4), jnp.bfloat16), "some": jnp.ones(2)}
+    checkpoint = px.train.Checkpoint(state=state)
+    path = checkpoint.write(str(tmp_path / "a"), options)
+    checkpoint.state = {"none": state["none"], "some": jnp.zeros(2)}
+    checkpoint.read(path).assert_consumed()
+    assert checkpoint.state["some"].tolist() == [1.0, 1.0]
+    assert px.train.load_variable(path, "state/none").shape == (0, 4)
+    strange = px.train.Checkpoint(state={"w": jnp.ones(3, jnp.uint4)})
+    with pytest.raises(TypeError, match=r"usual format has.*'state/w', which is uint4\[3\]"):
+        strange.write(str(tmp_path / "b"), options)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
+
+
+def test_items_of_orbax_have_their_names(tmp_path: Path) -> None:
+    items = {
+        name: ocp.args.StandardSave({"w": np.full(2, i, np.float32)}) for i, name in enumerate("ab")
+    }
+    for names in ("ab", "b"):
+        chosen = {name: items[name] for name in names}
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+            writer.save(tmp_path / names, args=ocp.args.Composite(**chosen))
+        checkpoint = px.train.Checkpoint(b={"w": jnp.zeros(2)})
+        status = checkpoint.restore(str(tmp_path / names))
+        assert checkpoint.b["w"].tolist() == [1.0, 1.0]
+        assert list(status.lost) == (["a/w"] if names == "ab" else [])

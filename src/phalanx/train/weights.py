@@ -26,9 +26,12 @@ from phalanx.errors import (
 )
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import array_text, shown
-from phalanx.train.checkpoints.files import checksum_of, partial_of, remove_leftovers
+from phalanx.train.checkpoints.calling import require_between_steps
+from phalanx.train.checkpoints.directories import partial_of, remove_leftovers
+from phalanx.train.checkpoints.files import checksum_of
 from phalanx.train.checkpoints.state import path_of
 from phalanx.train.checkpoints.trackables import found, replaced
+from phalanx.train.weights_files import check_types, read_file
 
 __all__ = ["export_weights", "load_weights"]
 
@@ -60,6 +63,7 @@ def export_weights(path: str, objects: Any, metadata: Mapping[str, str] | None =
         >>> model["dense"]["w"].numpy().tolist()
         [1.0, 2.0]
     """
+    require_between_steps("px.train.export_weights")
     numpy_files = _safetensors()
     things = _weights(objects)
     variables = [thing for thing in things.values() if isinstance(thing, Variable)]
@@ -68,6 +72,7 @@ def export_weights(path: str, objects: Any, metadata: Mapping[str, str] | None =
         return {_dotted(name): np.asarray(_value(thing), order="C") for name, thing in things.items()}
 
     arrays = transactions.between_steps(variables, read)
+    check_types(arrays)
     strategies = {id(v.distribute_strategy): v.distribute_strategy for v in variables}
     ranks = [s.extended._input_worker[1] for s in strategies.values() if s is not None]
     if max(ranks, default=0) == 0:
@@ -101,12 +106,13 @@ def load_weights(path: str, objects: Any, strict: bool = True) -> Any:
     Returns:
         The object; a new one if it is a tuple or another pytree that cannot be changed.
     """
-    numpy_files = _safetensors()
+    require_between_steps("px.train.load_weights")
+    _safetensors()
     if not path_of(path).is_file():
         raise NotFoundError(f"There is no such file. Received: {shown(str(path))}")
     try:
-        arrays = numpy_files.load_file(str(Path(path)))
-        damaged = _damaged(str(Path(path)), arrays)
+        arrays, metadata = read_file(str(Path(path)))
+        damaged = _damaged(arrays, metadata)
     except Exception as error:
         raise DataLossError(
             f"The file cannot be read as safetensors: {error!s:.300}. Received: {shown(str(path))}"
@@ -154,12 +160,9 @@ def _safetensors() -> Any:
     return numpy_files
 
 
-def _damaged(path: str, arrays: Mapping[str, Any]) -> list[str]:
+def _damaged(arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> list[str]:
     """The arrays of a file whose checksums do not fit; files of other programs have none."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="np") as file:
-        checksums = json.loads((file.metadata() or {}).get(_CHECKSUMS, "{}"))
+    checksums = json.loads(metadata.get(_CHECKSUMS, "{}"))
     return [name for name in arrays if checksums and checksum_of(arrays[name]) != checksums.get(name)]
 
 

@@ -11,6 +11,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core import context as ctx, cross_replica
@@ -20,6 +21,7 @@ from phalanx.core.options import (
     VariableSynchronization,
     check_scatter,
     copy_value_for_read_sum,
+    share_of_read_sum,
 )
 from phalanx.core.reduction import ReduceOp
 from phalanx.core.regrouping import same_value
@@ -249,6 +251,16 @@ class SyncOnReadVariable(CopiedVariable):
             operand = copy_value_for_read_sum(operand, self._held().count, self.dtype)
         self._on_copies(method, operand)
         return self._held()
+
+    def load_state(self, state: Any) -> None:
+        """Take back what `state` returned; unlike `assign`, this loses no rest of an integer."""
+        is_sum = self.aggregation is VariableAggregation.SUM
+        if is_sum and jnp.issubdtype(self.dtype, jnp.integer) and not compat.is_staging():
+            assert self._strategy is not None
+            held, first = self._held(), self._strategy.extended._first_replica
+            numbers = range(first, first + len(held.values))
+            state = PerReplica([share_of_read_sum(state, held.count, number) for number in numbers])
+        super().load_state(state)
 
     def _check_cross_replica(self, method: str) -> None:
         if self.aggregation is VariableAggregation.SUM and method != "assign":

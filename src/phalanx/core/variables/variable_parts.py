@@ -44,11 +44,17 @@ Read = Callable[[Region], Array]
 class Part:
     """A part of a value: its region, and an array or a function that gives one.
 
-    The array may have more elements than the region: padding, which does not count.
+    The array may have more elements than the region: padding, which does not count. What is elsewhere
+    is in another process, and `source` asks it for the value of that moment.
     """
 
     region: Region
     source: Any
+    is_elsewhere: bool = False
+
+    def now(self) -> Part:
+        """The part with the value of this moment, also if that is elsewhere."""
+        return Part(self.region, self.source()) if self.is_elsewhere else self
 
     def array(self) -> Array:
         """The elements, in one dimension. Waits for the device that has them."""
@@ -88,7 +94,7 @@ def held_parts(variable: Variable) -> HeldParts:
         return _one(variable.state())
     row = int(np.prod(shape[1:]))
     parts = [
-        Part(Flat(first * row, first * row + int(np.prod(shard.shape))), shard.state)
+        Part(Flat(first * row, first * row + int(np.prod(shard.shape))), shard.state, is_elsewhere=True)
         for shard, first in shards
     ]
     return HeldParts(shape, dtype, tuple(parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,23 @@ import numpy as np
 from phalanx.core import context as ctx
 from phalanx.core.variables import transactions
 from phalanx.core.variables.variable import Variable
-from phalanx.errors import ContextError, DataLossError, InvalidValueError, PhalanxError
+from phalanx.errors import DataLossError, InvalidValueError, PhalanxError
 from phalanx.job.bootstrap import JobConnection
 from phalanx.job.connection import connected
-from phalanx.runtime import compat, laboratory
+from phalanx.runtime import laboratory
 from phalanx.train.checkpoints import orbax_files
-from phalanx.train.checkpoints.contents import Restoring, contents_of, is_iterator, spans_workers
-from phalanx.train.checkpoints.files import Saved, is_orbax
+from phalanx.train.checkpoints.calling import require_between_steps
+from phalanx.train.checkpoints.contents import Contents, contents_of, is_iterator, spans_workers
+from phalanx.train.checkpoints.directories import is_orbax
+from phalanx.train.checkpoints.files import Saved
 from phalanx.train.checkpoints.options import as_options
+from phalanx.train.checkpoints.pairing import pairing_of
 from phalanx.train.checkpoints.progress import ProgressLine
+from phalanx.train.checkpoints.restoring import Restoring
 from phalanx.train.checkpoints.saving import Order, Saver
-from phalanx.train.checkpoints.state import DirectoryState, path_of, update_state
+from phalanx.train.checkpoints.state import add_to_state, numbered, path_of
 from phalanx.train.checkpoints.status import CheckpointStatus
-from phalanx.train.checkpoints.trackables import found, replaced, without_state
+from phalanx.train.checkpoints.trackables import found, other_names, replaced, without_state
 from phalanx.train.checkpoints.waiting import WaitingValues, waiting_values
 
 __all__ = ["Checkpoint", "open_checkpoint"]
@@ -35,8 +40,9 @@ class Checkpoint:
     """A group of objects whose variables, arrays and positions are saved and restored together.
 
     Values are known by the way that leads to them: ``Checkpoint(model=model)`` saves the attribute
-    ``w`` of ``model`` as ``model/w``. A checkpoint is a directory. It is complete or not there, and
-    every part of an array has a checksum.
+    ``w`` of ``model`` as ``model/w``. An object that is there twice is saved once, and restored by
+    any of its names. A checkpoint is a directory. It is complete or not there, and every part of an
+    array has a checksum.
 
     Values do not depend on the strategy, nor on how many replicas, workers or shards there are. Those
     of one `save` belong to the same step of a training in this process. Where several workers train
@@ -46,13 +52,13 @@ class Checkpoint:
     is not saved here, but by `ClusterCoordinator.checkpoint`.
 
     Arrays and pytrees of arrays cannot be changed, so a restored one is a new object: read it from the
-    attribute of the checkpoint. Before the next `save`, put the new value there.
+    attribute of the checkpoint, or from `root`. Before the next `save`, put the new value there.
 
     Args:
-        root: an object whose parts are saved without a name in front.
+        root: an object whose parts are saved without a name in front; see `root`.
         **objects: variables, optimizers, metrics, iterators, random keys, arrays, objects with
             ``state()`` and ``restore(state)``, nests of them, pytrees, and objects with such
-            attributes. They are attributes of the checkpoint too.
+            attributes. None is an empty pytree. They are attributes of the checkpoint too.
 
     Examples:
         >>> import tempfile
@@ -88,8 +94,33 @@ class Checkpoint:
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are saved, as in TensorFlow."""
         super().__setattr__(name, value)
-        if not name.startswith("_") and name not in self._names:
+        is_own = name.startswith("_") or isinstance(getattr(type(self), name, None), property)
+        if not is_own and name not in self._names:
             self._names.append(name)
+
+    def __delattr__(self, name: str) -> None:
+        """What is no attribute any more is not saved."""
+        super().__delattr__(name)
+        self._names = [each for each in self._names if each != name]
+
+    @property
+    def root(self) -> Any:
+        """The object whose parts are saved without a name in front, or None.
+
+        It is a new object after `restore` if it cannot be changed, such as a tuple or a module of
+        equinox. Put the new value here before the next `save`.
+
+        >>> import phalanx as px
+        >>> checkpoint = px.train.Checkpoint((1.0, 2.0))
+        >>> checkpoint.root = (3.0, 4.0)
+        >>> list(checkpoint.things())
+        ['0', '1', 'save_counter']
+        """
+        return self._root
+
+    @root.setter
+    def root(self, value: Any) -> None:
+        self._root = value
 
     @property
     def save_counter(self) -> Variable:
@@ -110,53 +141,74 @@ class Checkpoint:
             file_prefix: the path without the number.
             options: `px.train.CheckpointOptions`.
         """
+        require_between_steps("Checkpoint.save")
         self.sync()
         self.save_counter.assign_add(1)
-        path = path_of(f"{path_of(file_prefix)}-{int(self.save_counter)}")
-        self.write_then(path, options, lambda: update_state(path.parent, DirectoryState((path.name,))))
-        return str(path)
+        given = numbered(file_prefix, int(self.save_counter))
+        path = given.absolute()  # the program may go to another directory meanwhile
+        self.write_then(path, options, lambda: add_to_state(path.parent, path.name))
+        return str(given)
 
     def write(self, file_prefix: str, options: Any = None) -> str:
         """Save to exactly this path, and return it; the checkpoint is not counted."""
-        self.write_then(path_of(file_prefix), options)
+        self.write_then(path_of(file_prefix).absolute(), options)
         return str(file_prefix)
 
     def write_then(
         self,
         path: Path,
         options: Any,
-        written: Callable[[], None] = lambda: None,
+        written: Callable[[], None] | None = None,
         followed: Callable[[], None] = lambda: None,
         positions: Mapping[str, Any] | None = None,
     ) -> None:
         """Save to a path, and call a function when the checkpoint is there.
 
         Args:
-            path: the directory.
+            path: the directory, an absolute path.
             options: `CheckpointOptions` or None.
-            written: called by the process that has written it.
+            written: called by the process that has written it, to write it down in its directory.
             followed: called by other workers then.
             positions: states of iterators to save in place of the present ones, by name.
         """
-        if compat.is_staging():
-            raise ContextError(
-                "A checkpoint is saved between steps, so it cannot be a part of a compiled function. "
-                "Call it outside."
-            )
-        chosen = as_options(options)
-        self.sync()
-        things = self._found()
+        require_between_steps("Checkpoint.write")
+        is_counted = written is not None
+        try:
+            chosen = as_options(options)
+            self.sync()
+            things = self._found()
+            connection = _connection_of(things)
+            rank = 0 if connection is None else connection.rank
+            contents = self._contents(things, rank, positions, chosen.is_async)
+            laboratory.reach("save", path=str(path.absolute()))
+        except BaseException as error:
+            job = connected()
+            if job is not None:
+                pairing_of(job).give_up(path, is_counted, error)
+            raise
+        joint = None
+        if connection is not None:
+            joint = pairing_of(connection).begin(path, is_counted, contents.is_spread)
+        order = Order(path, contents, chosen, connection, joint, written or _nothing, followed)
+        self._saver.save(order)
+
+    def _contents(
+        self,
+        things: Mapping[str, Any],
+        rank: int,
+        positions: Mapping[str, Any] | None,
+        is_async: bool,
+    ) -> Contents:
         variables = [thing for thing in things.values() if isinstance(thing, Variable)]
-        connection = _connection_of(things)
-        rank = 0 if connection is None else connection.rank
-        contents = transactions.between_steps(
-            variables, lambda: contents_of(things, rank, positions, later=chosen.is_async)
-        )
+
+        def read() -> Contents:
+            contents = contents_of(things, rank, positions, later=is_async)
+            return _values_now(contents) if is_async else contents
+
+        contents = transactions.between_steps(variables, read)
         for each in self._waiting:
             contents.arrays |= each.sources()
-        laboratory.reach("save", path=str(path.absolute()))
-        number = "" if connection is None else self._saver.next_number()
-        self._saver.save(Order(path, contents, chosen, connection, number, written, followed))
+        return contents
 
     def positions(self) -> dict[str, Any]:
         """The positions of all iterators, by name."""
@@ -165,6 +217,15 @@ class Checkpoint:
     def sync(self) -> None:
         """Wait for a checkpoint that is being written, and raise what went wrong with it."""
         self._saver.wait()
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong with a checkpoint that was written, without waiting for one."""
+        self._saver.raise_failure()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background."""
+        return self._saver.is_saving
 
     # -- restoring -------------------------------------------------------------------------------
 
@@ -180,6 +241,7 @@ class Checkpoint:
                 nothing.
             options: not used.
         """
+        require_between_steps("Checkpoint.restore")
         self.sync()
         things = self._found()
         if save_path is None:
@@ -190,9 +252,11 @@ class Checkpoint:
         laboratory.reach("restore", path=str(path.absolute()))
         try:
             saved = open_checkpoint(path)
-            restoring = Restoring(saved, things, 0 if connection is None else connection.rank)
+            objects = self._objects()
+            names = other_names(objects)
+            restoring = Restoring(saved, things, 0 if connection is None else connection.rank, names)
             restoring.read(line.add_of)
-            waiting = waiting_values(saved, restoring.unused, without_state(self._objects()))
+            waiting = waiting_values(saved, restoring.unused, without_state(objects), names)
         except PhalanxError as error:
             if connection is not None:
                 connection.member.exchange("restore", {"error": f"{error!s:.500}"})
@@ -238,6 +302,19 @@ class Checkpoint:
                 self._root = thing
             elif name != _COUNTER and getattr(self, name) is not thing:
                 setattr(self, name, thing)
+
+
+def _nothing() -> None:
+    """Nothing is to be written down."""
+
+
+def _values_now(contents: Contents) -> Contents:
+    """The contents with the values that are in other processes, as they are at this moment."""
+    arrays = {
+        name: replace(source, parts=tuple(part.now() for part in source.parts))
+        for name, source in contents.arrays.items()
+    }
+    return replace(contents, arrays=arrays)
 
 
 def open_checkpoint(path: Path) -> Saved:

@@ -6,7 +6,7 @@ import shutil
 
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
-from phalanx.train.checkpoints import files, orbax_files
+from phalanx.train.checkpoints import directories, files, orbax_files
 from phalanx.train.checkpoints.checkpoint import open_checkpoint
 from phalanx.train.checkpoints.contents import whole_contents
 from phalanx.train.checkpoints.options import FORMATS
@@ -41,7 +41,7 @@ def convert_checkpoint(source: str, target: str, format: str = "orbax") -> None:
         )
     contents = whole_contents(open_checkpoint(path_of(source)))
     path = path_of(target)
-    partial = files.begin(path)
+    partial = directories.begin(path)
     try:
         if format == "orbax":
             orbax_files.write(partial, path, contents)

@@ -8,55 +8,39 @@ changed when everything is safe on the disk.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
-import shutil
-import socket
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from phalanx.core.regions import Box, Flat, Region, assemble, whole
 from phalanx.core.variables.variable_parts import Part
-from phalanx.errors import DataLossError, NotFoundError
+from phalanx.errors import DataLossError, InvalidArgumentError, NotFoundError
 from phalanx.runtime import laboratory
-from phalanx.runtime.file_names import exchange_names
 from phalanx.runtime.formatting import array_text, shown
-from phalanx.runtime.processes import is_alive
+from phalanx.train.checkpoints.directories import INDEX, flush_folder, put_in_place
+from phalanx.train.checkpoints.packing import PIECE, Packer, Progress
 
 __all__ = [
     "ArrayEntry",
     "ArraySource",
     "Saved",
-    "begin",
     "checksum_of",
     "commit",
-    "is_checkpoint",
-    "put_in_place",
     "read_part",
-    "remove",
-    "remove_leftovers",
     "write_index",
     "write_part",
 ]
 
 Array = np.ndarray[Any, Any]
-Progress = Callable[[int], None]
-"""Called with the number of bytes that were written since the last call."""
 
 VERSION = 2
-INDEX = "index.json"
-_ALIGNMENT = 64  # bytes
-_PIECE = 4 << 20  # bytes that are checked and written at a time
-_PARTIAL = ".partial"
-_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 
 
 @dataclass(frozen=True)
@@ -137,20 +121,6 @@ class ArrayEntry:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def begin(path: Path) -> Path:
-    """Make the directory in which a checkpoint is written before it gets its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_of(path)
-    partial.mkdir()
-    return partial
-
-
-def partial_of(path: Path) -> Path:
-    """What a file or a directory is called before it is complete; tells which process writes it."""
-    mark = f"{socket.gethostname()}@{os.getpid()}@{secrets.token_hex(4)}"
-    return path.with_name(f".{path.name}@{mark}{_PARTIAL}")
-
-
 def write_part(
     partial: Path,
     rank: int,
@@ -169,7 +139,9 @@ def write_part(
     """
     name = f"arrays-{rank:05d}"
     with open(partial / name, "wb", buffering=0) as file:
-        entries = {key: _write_array(file, name, source, progress) for key, source in arrays.items()}
+        packer = Packer(file, progress)
+        entries = {key: _write_array(packer, name, source) for key, source in arrays.items()}
+        packer.flush()
         os.fsync(file.fileno())
     index = {"arrays": {key: e.as_json() for key, e in entries.items()}, "values": dict(values)}
     if rank:
@@ -199,6 +171,8 @@ def commit(partial: Path, path: Path, parts: Sequence[Mapping[str, Any]]) -> int
     arrays = write_index(partial, parts)
     flush_folder(partial)
     put_in_place(partial, path)
+    if laboratory.is_active():
+        laboratory.note("committed", path=str(path.absolute()), digest=Saved(path).digest)
     return sum(chunk["size"] for entry in arrays.values() for chunk in entry["chunks"])
 
 
@@ -211,10 +185,24 @@ def write_index(partial: Path, parts: Sequence[Mapping[str, Any]]) -> dict[str, 
                 arrays[name]["chunks"] += entry["chunks"]
             else:
                 arrays[name] = {**entry, "chunks": list(entry["chunks"])}
+    _check_complete(arrays)
     values = _merged([part["values"] for part in parts])
     body = {"version": VERSION, "workers": len(parts), "arrays": arrays, "values": values}
     _write_json(partial / INDEX, body)
     return arrays
+
+
+def _check_complete(arrays: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse what could not be read: parts of an array that no process has written."""
+    for name, fields in arrays.items():
+        entry = ArrayEntry.from_json(fields)
+        written = sum(chunk.region.size for chunk in entry.chunks)
+        if entry.combine == "place" and written != whole(entry.shape).size:
+            raise InvalidArgumentError(
+                f"{written} of the {whole(entry.shape).size} elements of an array were written. Each "
+                "part must be on the first worker, or known to the others as a part of an array over "
+                f"all of them. Received: {shown(name)}"
+            )
 
 
 def _merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -227,31 +215,14 @@ def _merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _write_array(
-    file: BinaryIO, name: str, source: ArraySource, progress: Progress | None
-) -> ArrayEntry:
+def _write_array(packer: Packer, name: str, source: ArraySource) -> ArrayEntry:
     chunks = []
     for part in source.parts:
-        if padding := -file.tell() % _ALIGNMENT:
-            file.write(bytes(padding))
-        offset = file.tell()
         data = part.array().view(np.uint8)
-        checksum = 0
-        for start in range(0, len(data), _PIECE):
-            piece = data[start : start + _PIECE].data
-            checksum = zlib.crc32(piece, checksum)
-            laboratory.reach("write")
-            _write_all(file, piece)
-            if progress is not None:
-                progress(len(piece))
+        offset, checksum = packer.put(data)
         chunks.append(SavedChunk(part.region, name, offset, len(data), checksum))
     about = (source.shape, source.dtype, source.combine, source.count, source.key)
     return ArrayEntry(*about, tuple(chunks))
-
-
-def _write_all(file: BinaryIO, piece: memoryview) -> None:
-    while piece:
-        piece = piece[file.write(piece) :]
 
 
 def _write_json(path: Path, body: Any) -> None:
@@ -273,83 +244,11 @@ def _read_json(path: Path) -> Any:
     return json.loads(text)
 
 
-def flush_folder(folder: Path) -> None:
-    """Make sure that the names in a directory are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def put_in_place(partial: Path, path: Path) -> None:
-    """Give a directory its name; one that has it already goes, in the same moment if possible."""
-    laboratory.reach("commit", path=str(path.absolute()))
-    _put_in_place(partial, path)
-    if laboratory.is_active():
-        digest = None if is_orbax(path) else Saved(path).digest
-        laboratory.note("committed", path=str(path.absolute()), digest=digest)
-
-
-def _put_in_place(partial: Path, path: Path) -> None:
-    if path.exists() and exchange_names(partial, path):
-        flush_folder(path.parent)
-        shutil.rmtree(partial, ignore_errors=True)
-        return
-    try:
-        os.rename(partial, path)
-    except OSError:
-        if not path.exists():
-            raise
-        remove(path)
-        os.rename(partial, path)
-    flush_folder(path.parent)
-
-
 def checksum_of(array: Array) -> int:
     """Of an array as a whole: its elements, its dtype and its shape."""
-    flat = np.ascontiguousarray(array).reshape(-1)
+    flat = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(-1)
     about = array_text(flat.dtype.name, array.shape)
     return zlib.crc32(flat.view(np.uint8).data, zlib.crc32(about.encode()))
-
-
-# -- the directory ---------------------------------------------------------------------------------
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether there is a complete checkpoint."""
-    return os.path.isfile(path / INDEX) or is_orbax(path)
-
-
-def is_orbax(path: Path) -> bool:
-    """Whether there is a checkpoint in the format of Orbax."""
-    return any(os.path.exists(path / name) for name in _ORBAX)  # False for names that cannot be
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint; those who read it at this moment still can."""
-    aside = path.parent / f".{path.name}.{secrets.token_hex(4)}.removed"
-    with contextlib.suppress(FileNotFoundError):  # another process was quicker
-        os.rename(path, aside)
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Remove what processes of this machine began to write, under a name, and died over."""
-    own = socket.gethostname()
-    for path in folder.glob(f".{name}@*{_PARTIAL}"):
-        *_, host, pid, _ = ("", "", *path.name.split("@"))
-        if host == own and pid.isdigit() and not is_alive(int(pid)):
-            _remove_at_once(path)
-    for path in folder.glob(f".{name}.{'[0-9a-f]' * 8}.removed"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove_at_once(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -426,7 +325,7 @@ class Saved:
             with open(self.path / chunk.file, "rb", buffering=0) as file:
                 file.seek(chunk.offset)
                 while position < chunk.size:
-                    view = data[position : position + _PIECE].data
+                    view = data[position : position + PIECE].data
                     count = file.readinto(view)
                     if not count:
                         raise self._damaged(name, f"the file {chunk.file!r} is too short")

@@ -7,7 +7,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,17 @@ from phalanx.runtime import laboratory
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import Bell
 from phalanx.runtime.numbers import check_integer
+from phalanx.train.checkpoints.calling import require_between_steps
 from phalanx.train.checkpoints.checkpoint import Checkpoint
-from phalanx.train.checkpoints.files import is_checkpoint, remove, remove_leftovers
+from phalanx.train.checkpoints.directories import is_checkpoint, remove, remove_leftovers
 from phalanx.train.checkpoints.retention import Kept, Retention
 from phalanx.train.checkpoints.state import (
     DirectoryState,
+    change_state,
     latest_checkpoint,
     path_of,
     read_state,
-    update_state,
+    time_of,
 )
 
 __all__ = ["CheckpointManager", "checkpoints_iterator", "wait_for_new_checkpoint"]
@@ -97,12 +99,15 @@ class CheckpointManager:
                 "`checkpoint_interval` counts steps, so it needs a `step_counter`. "
                 f"Received: checkpoint_interval={shown(checkpoint_interval)}"
             )
-        self._checkpoint, self._folder = checkpoint, path_of(directory)
+        self._checkpoint, self._given = checkpoint, path_of(directory)
+        self._folder = self._given.absolute()  # the program may go to another directory
         self._retention = Retention(max_to_keep, keep_checkpoint_every_n_hours)
         self._name, self._init_fn = checkpoint_name, init_fn
         self._counter, self._interval = step_counter, checkpoint_interval
-        self._last_step: int | None = None
+        self._last_step: int | None = None  # of the last checkpoint that is complete
+        self._step_of_save: int | None = None  # of the last one that was begun
         self._clock = clock
+        self._save_seconds: float | None = None
         self._lock = threading.Lock()  # a checkpoint may be completed by another thread
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._folder)
@@ -111,42 +116,39 @@ class CheckpointManager:
     def _found(self) -> Kept:
         """What is in the directory, also a checkpoint that was completed but not written down."""
         state = read_state(self._folder)
-        times = state.times or [self._time_of(name) for name in state.names]
-        pairs = dict(zip(state.names, times, strict=True))
-        last = max((n for name in pairs if (n := self._number_of(name)) is not None), default=-1)
-        newer = {
-            number: path.name
-            for path in self._folder.glob(f"{self._name}-*")
-            if (number := self._number_of(path.name)) is not None and number > last
-        }
-        pairs |= {newer[number]: self._time_of(newer[number]) for number in sorted(newer)}
-        there = tuple((name, t) for name, t in pairs.items() if is_checkpoint(self._folder / name))
+        times = self._times(state)
+        pairs = {name: times[name] for name in self._numbers(times)}
+        last = max(self._numbers(times).values(), default=-1)
+        there = self._numbers(path.name for path in self._folder.iterdir())
+        newer = sorted((number, name) for name, number in there.items() if number > last)
+        pairs |= {name: time_of(self._folder / name) for _, name in newer}
+        whole = [pair for pair in pairs.items() if is_checkpoint(self._folder / pair[0])]
         self._without_index = [name for name in pairs if self._has_no_index(name)]
-        if self._retention.hours is None or state.preserved_until is None:
-            return Kept(there, (), self._clock())
-        until = state.preserved_until
-        preserved = tuple(pair for pair in there if pair[1] <= until)
-        return Kept(there[len(preserved) :], preserved, until)
+        return Kept(
+            tuple(pair for pair in whole if pair[0] not in state.preserved),
+            tuple(pair for pair in whole if pair[0] in state.preserved),
+            self._clock() if state.preserved_until is None else state.preserved_until,
+        )
+
+    def _times(self, state: DirectoryState) -> dict[str, float]:
+        """The checkpoints that a directory's file names, in order, each with its time."""
+        times = state.times or [time_of(self._folder / name) for name in state.names]
+        return dict(zip(state.names, times, strict=True))
 
     def _has_no_index(self, name: str) -> bool:
         """Whether there is something under a name that is no checkpoint; no save leaves such behind."""
         path = self._folder / name
         return path.is_dir() and not is_checkpoint(path)
 
-    def _number_of(self, name: str) -> int | None:
-        match = re.fullmatch(rf"{re.escape(self._name)}-(\d+)", name)
-        return None if match is None else int(match[1])
-
-    def _time_of(self, name: str) -> float:
-        try:
-            return (self._folder / name).stat().st_mtime
-        except OSError:
-            return self._clock()
+    def _numbers(self, names: Iterable[str]) -> dict[str, int]:
+        """The names of this manager's checkpoints, and their numbers; others may be there, too."""
+        matches = (re.fullmatch(rf"{re.escape(self._name)}-(\d+)", name) for name in names)
+        return {match[0]: int(match[1]) for match in matches if match is not None}
 
     @property
     def directory(self) -> str:
         """Where the checkpoints are."""
-        return str(self._folder)
+        return str(self._given)
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -160,14 +162,22 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the checkpoints that stay for now, the newest last."""
-        return [str(self._folder / name) for name, _ in self._kept.current]
+        """The paths of the checkpoints that stay for now, the newest last.
+
+        One that is being saved in the background comes in when it is complete; see `sync`.
+        """
+        return [str(self._given / name) for name, _ in self._kept.current]
 
     @property
     def latest_checkpoint(self) -> str | None:
         """The path of the newest checkpoint that is complete, None if there is none."""
-        current = self._kept.current
-        return str(self._folder / current[-1][0]) if current else None
+        found = self._kept.current or self._kept.preserved
+        return str(self._given / found[-1][0]) if found else None
+
+    @property
+    def save_seconds(self) -> float | None:
+        """How long the last save has taken until it was complete; None if there was none."""
+        return self._save_seconds
 
     def save(
         self, checkpoint_number: int | None = None, check_interval: bool = True, options: Any = None
@@ -190,6 +200,8 @@ class CheckpointManager:
         positions: Mapping[str, Any] | None = None,
     ) -> str | None:
         """As `save`, with positions of iterators in place of the present ones; see `Checkpoint`."""
+        require_between_steps("CheckpointManager.save")
+        self._checkpoint.raise_failure()
         step = None if self._counter is None else int(self._counter)
         if check_interval and not self._is_due(step):
             return None
@@ -198,11 +210,19 @@ class CheckpointManager:
         counter.assign_add(1)
         number = int(counter) if checkpoint_number is None else int(checkpoint_number)
         name = f"{self._name}-{number}"
-        self._checkpoint.write_then(
-            self._folder / name, options, lambda: self._written(name), self._refresh, positions
-        )
-        self._last_step = step
-        return str(self._folder / name)
+        self._step_of_save = step
+        begun = time.monotonic()
+
+        def written() -> None:
+            self._written(name)
+            self._save_seconds = time.monotonic() - begun
+
+        def followed() -> None:
+            self._refresh()
+            self._save_seconds = time.monotonic() - begun
+
+        self._checkpoint.write_then(self._folder / name, options, written, followed, positions)
+        return str(self._given / name)
 
     def sync(self) -> None:
         """Wait for a checkpoint that is being written, and raise what went wrong with it."""
@@ -212,18 +232,25 @@ class CheckpointManager:
         """A checkpoint is complete: write it down, and remove what is too much."""
         with self._lock:
             kept, removed = self._retention.after(self._kept, name, self._clock())
-            names, times = zip(*kept.preserved, *kept.current, strict=True)
-            until = kept.preserved_until if self._retention.hours is not None else None
-            update_state(self._folder, DirectoryState(names, times, until))
-            self._kept = kept
+            change_state(self._folder, lambda state: self._noted(state, kept))
+            self._kept, self._last_step = kept, self._step_of_save
         for old in removed:
             laboratory.note("removed", path=str((self._folder / old).absolute()))
             remove(self._folder / old)
 
+    def _noted(self, state: DirectoryState, kept: Kept) -> DirectoryState:
+        """What the directory's file says of it; checkpoints with other names stay as they are."""
+        times = self._times(state)
+        others = {name: times[name] for name in times if name not in self._numbers(times)}
+        pairs = {**others, **dict(kept.preserved), **dict(kept.current)}
+        preserved = (state.preserved & others.keys()) | dict(kept.preserved).keys()
+        until = kept.preserved_until if self._retention.hours is not None else state.preserved_until
+        return DirectoryState(tuple(pairs), tuple(pairs.values()), preserved, until)
+
     def _refresh(self) -> None:
         """Another worker has completed a checkpoint."""
         with self._lock:
-            self._kept = self._found()
+            self._kept, self._last_step = self._found(), self._step_of_save
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint, or call `init_fn` if there is none; returns its path.
@@ -231,8 +258,9 @@ class CheckpointManager:
         If the newest one is damaged, the one before it is restored, with a warning, and so on. If none
         is whole, that is an error: a training does not begin from nothing unnoticed.
         """
+        self.sync()  # what is being saved counts
         present = [*self._kept.preserved, *self._kept.current]
-        damaged = [str(self._folder / name) for name in self._without_index if self._has_no_index(name)]
+        damaged = [str(self._given / name) for name in self._without_index if self._has_no_index(name)]
         for path in damaged:
             _log.warning("%s is damaged and is not restored: it has no index.", path)
         if damaged and not present:
@@ -242,7 +270,7 @@ class CheckpointManager:
             )
         while present:
             newest = present.pop()
-            path = str(self._folder / newest[0])
+            path = str(self._given / newest[0])
             try:
                 status = self._checkpoint.restore(path)
             except (DataLossError, NotFoundError) as error:
@@ -264,9 +292,10 @@ class CheckpointManager:
         return None
 
     def _is_due(self, step: int | None) -> bool:
-        if self._interval is None or step is None or self._last_step is None:
+        last = self._step_of_save if self._checkpoint.is_saving else self._last_step
+        if self._interval is None or step is None or last is None:
             return True
-        return step - self._last_step >= self._interval
+        return step - last >= self._interval
 
 
 def wait_for_new_checkpoint(

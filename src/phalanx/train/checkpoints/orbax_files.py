@@ -2,7 +2,9 @@
 
 Arrays are in the item ``default``, a nest of dicts by the parts of their names; small values are in the
 item ``values``, as JSON, with the checksums of all arrays and of itself: Orbax does not notice a bit of
-an array that has flipped. Checkpoints that other programs wrote with Orbax are read too.
+an array that has flipped. It refuses arrays without elements, so these stand there, too. Checkpoints
+that other programs wrote with Orbax are read as well; if they have several items of arrays, or one with
+another name than ``default``, its name comes before those of its arrays.
 """
 
 from __future__ import annotations
@@ -26,26 +28,22 @@ from phalanx.core.regions import Region, assemble, whole
 from phalanx.errors import (
     DataLossError,
     DeadlineExceededError,
+    InvalidTypeError,
     InvalidValueError,
     MissingPackageError,
 )
 from phalanx.runtime import laboratory
-from phalanx.runtime.formatting import shown
+from phalanx.runtime.formatting import array_text, shown
 from phalanx.train.checkpoints.contents import Contents
-from phalanx.train.checkpoints.files import (
-    ArrayEntry,
-    ArraySource,
-    Saved,
-    checksum_of,
-    flush_folder,
-    put_in_place,
-)
+from phalanx.train.checkpoints.directories import flush_folder, put_in_place
+from phalanx.train.checkpoints.files import ArrayEntry, ArraySource, Saved, checksum_of
 
 __all__ = ["SavedByOrbax", "write", "write_elsewhere"]
 
 Array = np.ndarray[Any, Any]
 _ARRAYS, _VALUES = "default", "values"
-_CHECKSUM, _CHECKSUMS = "checksum", "checksums"
+_CHECKSUM, _CHECKSUMS, _EMPTY = "checksum", "checksums", "empty"
+_OF_ARRAYS = ("_METADATA", "manifest.ocdbt")  # what an item of arrays has
 
 
 def _orbax() -> Any:
@@ -91,16 +89,20 @@ def write(partial: Path, path: Path, contents: Contents) -> None:
     arrays = {name: _whole(source) for name, source in contents.arrays.items()}
     checksums = {name: checksum_of(array) for name, array in arrays.items()}
     for name, array in arrays.items():
-        _insert(tree, name, array)
+        _check_dtype(name, array)
+        if array.size:
+            _insert(tree, name, array)
+    empty = {name: [x.dtype.name, list(x.shape)] for name, x in arrays.items() if not x.size}
     keys = {name: source.key for name, source in contents.arrays.items() if source.key}
     values = {name: {"same": value} for name, value in contents.values.items()}
-    about = _signed({"values": values, "keys": keys, _CHECKSUMS: checksums})
+    about = _signed({"values": values, "keys": keys, _CHECKSUMS: checksums, _EMPTY: empty})
     target = (partial / "orbax").absolute()
     arguments = {_ARRAYS: orbax.args.PyTreeSave(tree), _VALUES: orbax.args.JsonSave(about)}
     with _handler(orbax) as writer:
         writer.save(target, args=orbax.args.Composite(**arguments))
     flush_folder(target)
     put_in_place(target, path)
+    laboratory.note("committed", path=str(path.absolute()), digest=None)
     shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -152,6 +154,18 @@ def _signed(about: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, _CHECKSUM: zlib.crc32(json.dumps(rest, sort_keys=True).encode())}
 
 
+def _check_dtype(name: str, array: Array) -> None:
+    import tensorstore
+
+    try:
+        tensorstore.dtype(array.dtype)
+    except (TypeError, ValueError):
+        raise InvalidTypeError(
+            "Orbax has no arrays of this dtype; the usual format has. "
+            f"Received: {shown(name)}, which is {array_text(array.dtype.name, array.shape)}"
+        ) from None
+
+
 def _insert(tree: dict[str, Any], name: str, value: Array) -> None:
     *way, last = name.split("/")
     place: Any = tree
@@ -190,6 +204,8 @@ class SavedByOrbax(Saved):
         self._arrays = {
             jax.tree_util.keystr(way, simple=True, separator="/"): np.asarray(x) for way, x in pairs
         }
+        for name, (dtype, shape) in about.get(_EMPTY, {}).items():
+            self._arrays[name] = np.empty(shape, jnp.dtype(dtype))
         self._checksums = {name: checksum_of(x) for name, x in self._arrays.items()}
         wanted = about.get(_CHECKSUMS, self._checksums)  # others write none
         names = set(self._checksums)
@@ -226,17 +242,32 @@ class SavedByOrbax(Saved):
 
 def _read(orbax: Any, path: Path) -> tuple[Any, Mapping[str, Any]]:
     """The arrays, as a pytree, and the values if there are any."""
-    where = path / _ARRAYS if (path / _ARRAYS).is_dir() else path
-    handler = orbax.PyTreeCheckpointHandler()
-    with orbax.Checkpointer(handler) as reader:
-        metadata = reader.metadata(where)
-        shapes = getattr(metadata, "item_metadata", metadata)
-        shapes = getattr(shapes, "tree", shapes)
-        as_numpy = jax.tree.map(lambda _: orbax.RestoreArgs(restore_type=np.ndarray), shapes)
-        tree = reader.restore(where, args=orbax.args.PyTreeRestore(restore_args=as_numpy))
+    tree = _read_arrays(orbax, path) if _has_arrays(path) else _read_items(orbax, path)
     if not (path / _VALUES).is_dir():
         return tree, _signed({})
     with orbax.Checkpointer(orbax.JsonCheckpointHandler()) as reader:
         about: Mapping[str, Any] = reader.restore(path / _VALUES, args=orbax.args.JsonRestore())
     is_ours = not {"values", "keys", _CHECKSUMS, _CHECKSUM}.isdisjoint(about)
     return tree, about if is_ours else _signed({})
+
+
+def _has_arrays(path: Path) -> bool:
+    return any((path / name).exists() for name in _OF_ARRAYS)
+
+
+def _read_items(orbax: Any, path: Path) -> Any:
+    """The arrays of items, by their names, but for the one whose name says nothing."""
+    names = sorted(each.name for each in path.iterdir() if _has_arrays(each))
+    if names in ([], [_ARRAYS]):
+        return _read_arrays(orbax, path / _ARRAYS)  # or the error that says what is damaged
+    return {name: _read_arrays(orbax, path / name) for name in names}
+
+
+def _read_arrays(orbax: Any, where: Path) -> Any:
+    handler = orbax.PyTreeCheckpointHandler()
+    with orbax.Checkpointer(handler) as reader:
+        metadata = reader.metadata(where)
+        shapes = getattr(metadata, "item_metadata", metadata)
+        shapes = getattr(shapes, "tree", shapes)
+        as_numpy = jax.tree.map(lambda _: orbax.RestoreArgs(restore_type=np.ndarray), shapes)
+        return reader.restore(where, args=orbax.args.PyTreeRestore(restore_args=as_numpy))

@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.errors import NotFoundError
 from phalanx.runtime.formatting import shown
 from phalanx.train.checkpoints.checkpoint import open_checkpoint
-from phalanx.train.checkpoints.files import is_checkpoint
+from phalanx.train.checkpoints.directories import is_checkpoint
 from phalanx.train.checkpoints.state import latest_checkpoint, path_of
 
 __all__ = ["CheckpointReader", "list_variables", "load_checkpoint", "load_variable"]

@@ -67,6 +67,7 @@ class Retention:
         removed = []
         while self.most is not None and len(current) > max(1, self.most):
             old, written = current.pop(0)
+            until = min(until, written)  # the clock was ahead, or there were checkpoints before
             if self.hours is not None and written - until >= self.hours * 3600:
                 preserved.append((old, written))
                 until = written

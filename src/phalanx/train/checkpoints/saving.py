@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,16 @@ from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import start
 from phalanx.runtime.processes import lower_priority
-from phalanx.runtime.shared_numbers import SharedCount
-from phalanx.train.checkpoints import files, orbax_files
+from phalanx.train.checkpoints import directories, files, orbax_files
 from phalanx.train.checkpoints.contents import Contents
 from phalanx.train.checkpoints.options import CheckpointOptions
+from phalanx.train.checkpoints.pairing import JointSave, pairing_of
 from phalanx.train.checkpoints.progress import ProgressLine
 from phalanx.train.checkpoints.together import Pulse, hear_from_writers
 
 __all__ = ["Order", "Saver"]
 
 _log = logging.getLogger("phalanx")
-
-_serials = SharedCount()
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Order:
         contents: what this process writes.
         options: how.
         connection: to the other workers, if the checkpoint is theirs too.
-        number: tells apart the checkpoints that the workers save together; the same on all of them.
+        joint: the checkpoint as one of all workers, if it is.
         written: called when the checkpoint is there, by the process that gave it its name.
         followed: called when another worker has done so.
     """
@@ -55,7 +52,7 @@ class Order:
     contents: Contents
     options: CheckpointOptions
     connection: JobConnection | None = None
-    number: str = ""
+    joint: JointSave | None = None
     written: Callable[[], None] = lambda: None
     followed: Callable[[], None] = lambda: None
 
@@ -65,13 +62,8 @@ class Saver:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
         self._error: BaseException | None = None
-        self._serial, self._shared = _serials.next(), 0
-
-    def next_number(self) -> str:
-        """Of the next checkpoint that workers save together, all with their savers of this serial."""
-        self._shared += 1
-        return f"{self._serial}.{self._shared}"
 
     def save(self, order: Order) -> None:
         """Save a checkpoint, after the one that is under way."""
@@ -81,6 +73,7 @@ class Saver:
                 _perform(order)
             return
         # No daemon, so that the end of the program waits for the checkpoint.
+        self._is_over.clear()
         self._thread = threading.Thread(target=self._run, args=(order,), name="phalanx-checkpoint")
         start(self._thread)
 
@@ -91,14 +84,28 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - the thread that trains is told
             self._error = error
             _log.error("The checkpoint %s was not saved: %s", order.path, error)
+        finally:
+            self._is_over.set()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is under way in another thread."""
+        return self._thread is not None and not self._is_over.is_set()
 
     def wait(self) -> None:
         """Wait for the checkpoint that is under way, and raise what went wrong with it."""
-        thread = self._thread
-        if thread is not None:
-            while thread.is_alive():
-                thread.join(1.0)  # so that Ctrl-C comes through
-            self._thread = None
+        if self._thread is threading.current_thread():  # a callback of a checkpoint that is complete
+            return
+        # Not by joining the thread: Python takes it for ended if Ctrl-C ends the join.
+        while self.is_saving:
+            self._is_over.wait(1.0)
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what went wrong with the last checkpoint, if it has ended."""
+        if self.is_saving:
+            return
+        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -112,23 +119,23 @@ def _waiting(order: Order) -> contextlib.AbstractContextManager[Any]:
 
 
 def _perform(order: Order) -> None:
-    if order.connection is None:
+    if order.connection is None or order.joint is None:
         _write_alone(order)
     elif order.connection.rank == 0:
-        _lead(order, order.connection)
+        _lead(order, order.connection, order.joint)
     else:
-        _follow(order, order.connection)
+        _follow(order, order.connection, order.joint)
     for callback in order.options.experimental_write_callbacks or ():
         takes_path = len(inspect.signature(callback).parameters) > 0
         callback(str(order.path)) if takes_path else callback()
 
 
 def _write_alone(order: Order) -> None:
-    partial = files.begin(order.path)
+    partial = directories.begin(order.path)
     try:
         _write_and_commit(order, partial, lambda own: [own])
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        directories.discard(partial)
         raise
 
 
@@ -155,7 +162,7 @@ def _write_and_commit(
         if is_orbax:
             files.write_index(partial, parts)
             orbax_files.write_elsewhere(partial, order.path, worker_deadline())
-            shutil.rmtree(partial, ignore_errors=True)
+            directories.discard(partial)
         else:
             files.commit(partial, order.path, parts)
     order.written()
@@ -165,35 +172,39 @@ def _write_and_commit(
 # -- several workers -------------------------------------------------------------------------------
 
 
-def _lead(order: Order, connection: JobConnection) -> None:
+def _lead(order: Order, connection: JobConnection, joint: JointSave) -> None:
     """The first worker's part."""
-    member, number = connection.member, order.number
-    partial = files.begin(order.path)
+    member, pair = connection.member, joint.pair
+    partial: Path | None = None
     try:
-        where = {"path": str(order.path.absolute()), "partial": str(partial.absolute())}
-        member.tell(f"save {number}", where)
+        partial = directories.begin(order.path)
+        member.tell(f"save {pair}", {**asdict(joint), "partial": str(partial.absolute())})
 
         def gather(own: Any) -> list[Any]:
-            return (
-                [own, *_parts_of_others(order, connection, partial)]
-                if order.contents.is_spread
-                else [own]
-            )
+            others = _parts_of_others(order, connection, joint, partial) if joint.needs_all else []
+            return [own, *others]
 
-        _write_and_commit(order, partial, gather, Pulse(member, number).beat)
+        _write_and_commit(order, partial, gather, Pulse(member, pair).beat)
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(PhalanxError):  # the job has failed
-            member.tell(f"saved {number}", {"error": _told(error)})
+            if partial is None:
+                member.tell(f"save {pair}", {**asdict(joint), "error": _told(error)})
+            member.tell(f"saved {pair}", {"error": _told(error)})
+        if partial is not None:
+            directories.discard(partial)
         raise
-    member.tell(f"saved {number}", {})
+    finally:
+        pairing_of(connection).end(joint)
+    member.tell(f"saved {pair}", {})
 
 
-def _parts_of_others(order: Order, connection: JobConnection, partial: Path) -> list[Any]:
+def _parts_of_others(
+    order: Order, connection: JobConnection, joint: JointSave, partial: Path
+) -> list[Any]:
     others = range(1, connection.size)
     seconds = worker_deadline()
-    told = hear_from_writers(connection.member, f"part {order.number}", others, order.number, seconds)
-    if missing := [connection.roster[rank]["worker"] for rank in others if rank not in told]:
+    heard = hear_from_writers(connection.member, f"part {joint.pair}", others, joint.pair, seconds)
+    if missing := [connection.roster[rank]["worker"] for rank in others if rank not in heard]:
         raise DeadlineExceededError(
             f"{', '.join(missing)} did not write parts of a checkpoint, nor anything of them for "
             f"{seconds:g} seconds (PHALANX_DEADLINE). All workers must save, because each has parts "
@@ -201,51 +212,57 @@ def _parts_of_others(order: Order, connection: JobConnection, partial: Path) -> 
             f"Received: {shown(str(order.path))}"
         )
     for rank in others:
-        if "error" in told[rank]:
+        if "error" in heard[rank]:
             worker = connection.roster[rank]["worker"]
-            raise AbortedError(f"The checkpoint was not saved, because {worker} {told[rank]['error']}")
+            raise AbortedError(f"The checkpoint was not saved, because {worker} {heard[rank]['error']}")
     return [files.read_part(partial, rank) for rank in others]
 
 
-def _follow(order: Order, connection: JobConnection) -> None:
+def _follow(order: Order, connection: JobConnection, joint: JointSave) -> None:
     """The part of the other workers."""
-    member, number, rank = connection.member, order.number, connection.rank
+    member, first = connection.member, connection.roster[0]["worker"]
     seconds = worker_deadline()
-    begun = member.hear(f"save {number}", [0], seconds).get(0)
+    try:
+        joint, begun = pairing_of(connection).find(joint, seconds)
+    except BaseException as error:
+        with contextlib.suppress(PhalanxError):  # the job has failed
+            member.tell(f"part {joint.pair}", {"error": _told(error)})
+        raise
     if begun is None:
-        raise DeadlineExceededError(
-            f"{connection.roster[0]['worker']} did not begin to save within {seconds:g} seconds "
-            f"(PHALANX_DEADLINE). Received: {shown(str(order.path))}"
-        )
-    if begun["path"] != str(order.path.absolute()):
-        if order.contents.is_spread:
-            problem = (
-                f"saves to {str(order.path)!r}, and the first worker to {begun['path']!r}. Give all "
-                "workers the same directory, on a file system that all of them see."
-            )
-            member.tell(f"part {number}", {"error": problem})
-            raise InvalidValueError(f"This worker {problem} Received: {shown(str(order.path))}")
         _write_alone(order)
         return
-    if order.contents.is_spread:
-        try:
-            partial = Path(begun["partial"])
-            own = order.contents.own
-            pulse = Pulse(member, number)
-            files.write_part(partial, rank, own.arrays, own.values, lambda _: pulse.beat())
-        except BaseException as error:
-            member.tell(f"part {number}", {"error": _told(error)})
-            raise
-        member.tell(f"part {number}", {})
-    done = hear_from_writers(member, f"saved {number}", [0], number, seconds).get(0)
+    if "error" in begun:
+        raise AbortedError(f"The first worker did not save the checkpoint: it {begun['error']}")
+    if begun["needs_all"] or joint.needs_all:
+        _write_own(order, connection, joint, begun)
+    done = hear_from_writers(member, f"saved {joint.pair}", [0], joint.pair, seconds).get(0)
     if done is None:
         raise DeadlineExceededError(
-            f"{connection.roster[0]['worker']} did not finish a checkpoint, and wrote nothing of it "
+            f"{first} did not finish a checkpoint, and wrote nothing of it "
             f"for {seconds:g} seconds (PHALANX_DEADLINE). Received: {shown(str(order.path))}"
         )
     if "error" in done:
         raise AbortedError(f"The first worker did not save the checkpoint: it {done['error']}")
     order.followed()
+
+
+def _write_own(order: Order, connection: JobConnection, joint: JointSave, begun: Any) -> None:
+    """Write the parts that no other worker has."""
+    member, pair = connection.member, joint.pair
+    try:
+        if begun["needs_all"] != joint.needs_all:
+            raise InvalidValueError(
+                "All workers must save the same objects, but only "
+                f"{'the others have' if joint.needs_all else 'the first worker has'} some of which "
+                f"each worker has parts of its own. Received: {shown(str(order.path))}"
+            )
+        own, pulse = order.contents.own, Pulse(member, pair)
+        partial = Path(begun["partial"])
+        files.write_part(partial, connection.rank, own.arrays, own.values, lambda _: pulse.beat())
+    except BaseException as error:
+        member.tell(f"part {pair}", {"error": _told(error)})
+        raise
+    member.tell(f"part {pair}", {})
 
 
 def _told(error: BaseException) -> str:

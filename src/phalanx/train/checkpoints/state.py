@@ -6,26 +6,40 @@ damaged, the complete checkpoints in the directory count.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import re
+import time
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import InvalidTypeError
 from phalanx.runtime.formatting import shown
-from phalanx.train.checkpoints.files import is_checkpoint, partial_of
+from phalanx.runtime.interrupts import Bell
+from phalanx.train.checkpoints.directories import is_checkpoint, partial_of
 
-__all__ = ["DirectoryState", "latest_checkpoint", "path_of", "read_state", "update_state"]
+__all__ = [
+    "DirectoryState",
+    "add_to_state",
+    "change_state",
+    "latest_checkpoint",
+    "numbered",
+    "path_of",
+    "read_state",
+]
 
 _log = logging.getLogger("phalanx")
 
 _STATE = "checkpoint"
 _CHECKSUM = re.compile(r"# crc32: (\d+)\n")
-_LINE = re.compile(r'^(\w+): (?:"(.*)"|([-+.\deE]+))$', re.MULTILINE)
+_LINE = re.compile(r'^(\w+|# preserved): (?:"((?:[^"\\]|\\.)*)"|([-+.\deE]+))$', re.MULTILINE)
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"}
+_LOCKED = 5.0  # seconds for which another process may hold the lock of a directory
 
 
 @dataclass(frozen=True)
@@ -35,11 +49,13 @@ class DirectoryState:
     Args:
         names: of those that count, the latest last.
         times: when each of them was written, in seconds since 1970; empty if it is not known.
+        preserved: those of them that are kept for good.
         preserved_until: the time of the last one that is kept for good, if there is one.
     """
 
     names: tuple[str, ...] = ()
     times: tuple[float, ...] = ()
+    preserved: frozenset[str] = frozenset()
     preserved_until: float | None = None
 
 
@@ -66,7 +82,7 @@ def _parsed(text: str) -> DirectoryState:
         raise ValueError("its checksum does not fit")
     found: dict[str, list[str]] = {}
     for key, path, number in _LINE.findall(text):
-        found.setdefault(key, []).append(path or number)
+        found.setdefault(key, []).append(_unescaped(path) or number)
     latest = found.get("model_checkpoint_path", [])[:1]
     if not latest:
         raise ValueError("it does not say which checkpoint is the latest")
@@ -75,8 +91,20 @@ def _parsed(text: str) -> DirectoryState:
     names = (*others, *latest)
     until = found.get("last_preserved_timestamp")
     return DirectoryState(
-        names, times if len(times) == len(names) else (), float(until[0]) if until else None
+        names,
+        times if len(times) == len(names) else (),
+        frozenset(found.get("# preserved", [])),
+        float(until[0]) if until else None,
     )
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r'[\\"\n\r]', lambda x: _ESCAPES[x[0]], name)
+
+
+def _unescaped(text: str) -> str:
+    plain = {escaped: name for name, escaped in _ESCAPES.items()}
+    return re.sub(r"\\.", lambda x: plain.get(x[0], x[0]), text)
 
 
 def _listed(folder: Path) -> DirectoryState:
@@ -87,14 +115,70 @@ def _listed(folder: Path) -> DirectoryState:
             found.append((path.stat().st_mtime, path.name))
     found.sort()
     # None is known to stay for good, so those that do are chosen again, from the oldest.
-    return DirectoryState(tuple(name for _, name in found), tuple(time for time, _ in found), 0.0)
+    names, times = tuple(name for _, name in found), tuple(time for time, _ in found)
+    return DirectoryState(names, times, preserved_until=0.0)
 
 
-def update_state(folder: Path, state: DirectoryState) -> None:
-    """Say which checkpoints of a directory count, in one step."""
-    lines = [f'model_checkpoint_path: "{state.names[-1]}"'] if state.names else []
-    lines += [f'all_model_checkpoint_paths: "{name}"' for name in state.names]
+def change_state(folder: Path, change: Callable[[DirectoryState], DirectoryState]) -> None:
+    """Change what the file of a directory says, which others may do at the same time."""
+    with _lock_of(folder):
+        _write_state(folder, change(read_state(folder)))
+
+
+def add_to_state(folder: Path, name: str) -> None:
+    """Make a checkpoint the latest of its directory."""
+
+    def change(state: DirectoryState) -> DirectoryState:
+        times = state.times or [time_of(folder / each) for each in state.names]
+        pairs = dict(zip(state.names, times, strict=True))
+        there = [x for x in pairs if x != name and is_checkpoint(folder / x)]
+        return replace(
+            state,
+            names=(*there, name),
+            times=(*(pairs[each] for each in there), time.time()),
+            preserved=state.preserved & set(there),
+        )
+
+    change_state(folder, change)
+
+
+def time_of(path: Path) -> float:
+    """When a checkpoint was written."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()
+
+
+@contextlib.contextmanager
+def _lock_of(folder: Path) -> Iterator[None]:
+    """Only one process changes the file of a directory, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        end, pause = time.monotonic() + _LOCKED, Bell()
+        while not _take_lock(descriptor) and time.monotonic() < end:
+            pause.wait(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _take_lock(descriptor: int) -> bool:
+    """Whether the lock is taken, or cannot be."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _write_state(folder: Path, state: DirectoryState) -> None:
+    lines = [f'model_checkpoint_path: "{_escaped(state.names[-1])}"'] if state.names else []
+    lines += [f'all_model_checkpoint_paths: "{_escaped(name)}"' for name in state.names]
     lines += [f"all_model_checkpoint_timestamps: {time!r}" for time in state.times]
+    lines += [f'# preserved: "{_escaped(name)}"' for name in state.names if name in state.preserved]
     if state.preserved_until is not None:
         lines.append(f"last_preserved_timestamp: {state.preserved_until!r}")
     text = "\n".join([*lines, ""])
@@ -138,3 +222,14 @@ def path_of(given: Any) -> Path:
     if not isinstance(given, str | os.PathLike):
         raise InvalidTypeError(f"A checkpoint needs a path. Received: {shown(given)}")
     return Path(given)
+
+
+def numbered(prefix: Any, number: int) -> Path:
+    """The path of a checkpoint with a number: beside others, or in a directory that ends with a slash.
+
+    >>> str(numbered("runs/ckpt", 3)), str(numbered("runs/", 3))
+    ('runs/ckpt-3', 'runs/-3')
+    """
+    path = path_of(prefix)
+    is_folder = os.fspath(prefix).endswith("/")
+    return path / f"-{number}" if is_folder else path.with_name(f"{path.name}-{number}")

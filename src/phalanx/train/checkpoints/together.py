@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from phalanx.errors import PhalanxError
 
-__all__ = ["Pulse", "hear_from_writers"]
+__all__ = ["FROZEN", "Pulse", "hear_from_writers"]
 
 _TELL_EVERY = 1.0  # seconds
+FROZEN = 2 * _TELL_EVERY
+"""How many seconds between two looks mean that this process did not run."""
 
 
 class _Member(Protocol):
@@ -70,9 +72,7 @@ def hear_from_writers(
     while True:
         left = [rank for rank in ranks if rank not in told]
         now = clock()
-        frozen = max(
-            0.0, now - looked - 2 * _TELL_EVERY
-        )  # this process did not run, so it heard nothing
+        frozen = max(0.0, now - looked - FROZEN)  # this process did not run, so it heard nothing
         since, looked = {rank: at + frozen for rank, at in since.items()}, now
         rest = max((since[rank] + seconds - now for rank in left), default=0.0)
         if not left or rest <= 0:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
@@ -17,7 +19,7 @@ from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["found", "is_stateful", "replaced", "without_state"]
+__all__ = ["check_array", "found", "is_stateful", "other_names", "replaced", "without_state"]
 
 _NUMBERS = (bool, int, float)
 _FUNCTIONS = (
@@ -29,6 +31,8 @@ _FUNCTIONS = (
 _OPAQUE = (str, bytes, type, types.ModuleType, *_FUNCTIONS)
 _FOREIGN = ("phalanx", "jax", "jaxlib", "numpy", "threading", "logging", "concurrent", "asyncio")
 """Packages whose objects are not looked into: they hold no state of a program."""
+
+_MOST_NAMES = 100  # of one thing
 
 Visit = Callable[[str, Any], Any]
 """Takes the path of a leaf and the leaf; returns what should stand in its place."""
@@ -51,7 +55,7 @@ def _has(x: Any, name: str) -> bool:
 def found(objects: Mapping[str, Any]) -> dict[str, Any]:
     """The variables, arrays, numbers and stateful objects in objects, by the names that lead to them.
 
-    Dicts, lists, tuples and registered pytrees are gone through; objects with ``variables``
+    Mappings, lists, deques, tuples and registered pytrees are gone through; objects with ``variables``
     (optimizers, metrics, Keras models) by these; other objects by their attributes. A variable or an
     object that is there twice counts under its first name. Numbers count in pytrees that were given,
     not in attributes of objects, where they say how a model is built.
@@ -90,11 +94,41 @@ def without_state(objects: Mapping[str, Any]) -> dict[str, Any]:
     return walk.unbuilt
 
 
+def other_names(objects: Mapping[str, Any]) -> Callable[[str], list[str]]:
+    """A function that says which other names lead to what `found` calls by one name.
+
+    >>> v = Variable(1.0)
+    >>> other_names({"head": {"w": v}, "same": v})("head/w")
+    ['same']
+    """
+    walk = _Walk(lambda path, leaf: leaf)
+    for name, thing in objects.items():
+        walk(name, thing, not isinstance(thing, _NUMBERS))
+    again: dict[str, list[str]] = {}
+    for first, other in walk.again:
+        again.setdefault(first, []).append(other)
+
+    def others(name: str) -> list[str]:
+        names = dict.fromkeys([name])
+        pending = deque(names)
+        while pending and len(names) < _MOST_NAMES:  # what is inside itself has names without end
+            parts = pending.popleft().split("/")
+            for i in range(1, len(parts) + 1):
+                for other in again.get("/".join(parts[:i]), ()):
+                    way = "/".join([other, *parts[i:]])
+                    if way not in names:
+                        names[way] = None
+                        pending.append(way)
+        return list(names)[1:]
+
+    return others
+
+
 def replaced(objects: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """The objects with new values for arrays and numbers, by the names that `found` gives them.
 
-    What can be changed (dicts, lists, objects) is changed, what cannot (tuples, other pytrees) is made
-    anew.
+    What can be changed (dicts, lists, objects) is changed, what cannot (tuples, other pytrees, frozen
+    objects) is made anew.
 
     >>> params = {"w": np.zeros(2), "step": 1}
     >>> replaced({"params": params}, {"params/step": 5})["params"] is params, params["step"]
@@ -109,38 +143,73 @@ class _Walk:
 
     def __init__(self, visit: Visit) -> None:
         self._visit = visit
-        self.seen: dict[int, Any] = {}  # and keeps them alive
+        self.seen: dict[int, tuple[str, Any, Any]] = {}  # names, things, and what became of them
+        self.again: list[tuple[str, str]] = []  # names of things that are there twice
         self.unbuilt: dict[str, Any] = {}
 
     def __call__(self, path: str, thing: Any, with_numbers: bool) -> Any:
-        if _is_value(thing) or (with_numbers and isinstance(thing, _NUMBERS)):
+        if _is_value(thing):
+            check_array(path, thing)
             return self._visit(path, thing)
-        if thing is None or isinstance(thing, (*_OPAQUE, *_NUMBERS)) or id(thing) in self.seen:
+        if with_numbers and isinstance(thing, _NUMBERS):
+            return self._visit(path, thing)
+        if thing is None or isinstance(thing, (*_OPAQUE, *_NUMBERS)):
             return thing
+        if id(thing) in self.seen:
+            first, _, result = self.seen[id(thing)]
+            self.again.append((first, path))
+            return result
         if isinstance(thing, DistributedValues) and not isinstance(thing, Variable):
             raise InvalidTypeError(
                 "A value with a component for each replica cannot be saved. Keep it in a px.Variable, "
                 f"or combine it by strategy.reduce. Received: {path}={shown(thing)}"
             )
         is_leaf = isinstance(thing, Variable) or is_stateful(thing)
-        if is_leaf or not isinstance(thing, tuple):  # a tuple in two places is made anew in both
-            self.seen[id(thing)] = thing
+        is_once = is_leaf or not isinstance(thing, tuple)  # a tuple in two places is made anew in both
+        if is_once:
+            self.seen[id(thing)] = path, thing, thing
         if is_leaf:
             return self._visit(path, thing)
         if _has(thing, "when_built") and not thing.is_built:
             self.unbuilt[path] = thing
         pieces, join = _taken_apart(thing)
-        is_tree = isinstance(thing, Mapping | list | tuple) or _is_registered(thing)
+        is_tree = isinstance(thing, Mapping | list | deque | tuple) or _is_registered(thing)
         old = [piece for _, piece in pieces]
         new = [
             self(f"{path}/{name}" if path else name, piece, with_numbers and is_tree)
             for name, piece in pieces
         ]
-        return thing if all(a is b for a, b in zip(old, new, strict=True)) else join(new)
+        result = thing if all(a is b for a, b in zip(old, new, strict=True)) else join(new)
+        if is_once:
+            self.seen[id(thing)] = path, thing, result
+        return result
 
 
 def _is_value(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(x, Variable)
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return is_array and not isinstance(x, Variable | str | bytes)  # np.str_ is a text
+
+
+def check_array(path: str, array: Any) -> None:
+    """Raise unless the elements of an array can be saved: texts and objects cannot.
+
+    >>> check_array("model/names", np.array(["a", "b"]))
+    Traceback (most recent call last):
+        ...
+    phalanx.errors.InvalidTypeError: ... Received: model/names, an array of <U1
+    """
+    if isinstance(array, jax.Array):
+        return
+    dtype = array.dtype
+    try:
+        is_known = np.dtype(jnp.dtype(dtype.name)) == dtype.newbyteorder("=")
+    except TypeError:
+        is_known = False
+    if not is_known or dtype.hasobject or not dtype.itemsize:
+        raise InvalidTypeError(
+            "Arrays of numbers can be saved, those of texts, objects and records cannot. Keep them in "
+            f"lists or in an array for each field. Received: {path}, an array of {dtype}"
+        )
 
 
 # -- taking apart ----------------------------------------------------------------------------------
@@ -150,7 +219,7 @@ def _taken_apart(thing: Any) -> Pieces:
     if isinstance(thing, MutableMapping):
         keys = list(thing)
         return [(str(key), thing[key]) for key in keys], lambda new: _set_items(thing, keys, new)
-    if isinstance(thing, list):
+    if isinstance(thing, list | deque):
         return _numbered(thing), lambda new: _set_items(thing, range(len(new)), new)
     if isinstance(thing, tuple):
         fields = getattr(thing, "_fields", None)
@@ -166,8 +235,13 @@ def _taken_apart(thing: Any) -> Pieces:
         return _of_pytree(thing)
     if type(thing).__module__.split(".")[0] in _FOREIGN:
         return [], lambda new: thing
-    held = list(getattr(thing, "__dict__", {}).items())
-    return held, lambda new: _set_attributes(thing, [name for name, _ in held], new)
+    held = _attributes_of(thing)
+    if isinstance(thing, Mapping) and not held:  # which cannot be changed
+        kind: Any = type(thing)
+        keys = list(thing)
+        pieces = [(str(key), thing[key]) for key in keys]
+        return pieces, lambda new: kind(dict(zip(keys, new, strict=True)))
+    return list(held.items()), lambda new: _set_attributes(thing, dict(zip(held, new, strict=True)))
 
 
 def _numbered(things: Any) -> list[tuple[str, Any]]:
@@ -180,6 +254,8 @@ def _variables_of(thing: Any) -> list[tuple[str, Any]] | None:
         variables = getattr(thing, "variables", None)
     except ContextError:  # an optimizer that has no state yet
         return []
+    except Exception:  # noqa: BLE001 - of another library, such as a module of flax.linen
+        return None
     if not isinstance(variables, list | tuple) or not all(isinstance(v, Variable) for v in variables):
         return None
     scale = getattr(thing, "loss_scale", None)
@@ -233,20 +309,40 @@ def _set_items(thing: Any, keys: Any, new: list[Any]) -> Any:
     return thing
 
 
-def _set_attributes(thing: Any, names: list[str], new: list[Any]) -> Any:
-    for name, value in zip(names, new, strict=True):
-        if getattr(thing, name, None) is not value:
-            setattr(thing, name, value)
+def _attributes_of(thing: Any) -> dict[str, Any]:
+    """The attributes that an object has itself, in a dict or in slots."""
+    held = dict(getattr(thing, "__dict__", {}))
+    for kind in type(thing).__mro__:
+        slots = vars(kind) if "__slots__" in vars(kind) else {}
+        for name, slot in slots.items():
+            if isinstance(slot, types.MemberDescriptorType) and hasattr(thing, name):
+                held.setdefault(name, getattr(thing, name))
+    return held
+
+
+def _set_attributes(thing: Any, new: dict[str, Any]) -> Any:
+    """Give an object new attributes, or make another one if it is frozen."""
+    try:
+        for name, value in new.items():
+            if getattr(thing, name, None) is not value:
+                setattr(thing, name, value)
+    except Exception:  # noqa: BLE001 - libraries have errors of their own for it
+        fresh = object.__new__(type(thing))
+        for name, value in new.items():
+            object.__setattr__(fresh, name, value)
+        return fresh
     return thing
 
 
 def _may_be_empty(thing: Any) -> bool:
     """Whether an object that holds nothing now may hold something later."""
+    if thing is None:
+        return True
     if isinstance(thing, tuple) and thing and all(isinstance(x, _FUNCTIONS) for x in thing):
         return False  # a transformation of optax, whose state is another thing
-    if isinstance(thing, Mapping | list | tuple):
+    if isinstance(thing, Mapping | list | deque | tuple):
         return True
     try:
         return hasattr(thing, "variables") or hasattr(thing, "build")
-    except ContextError:
-        return True
+    except Exception as error:  # noqa: BLE001 - of another library, such as a module of flax.linen
+        return isinstance(error, ContextError)

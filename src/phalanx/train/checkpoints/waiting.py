@@ -7,15 +7,15 @@ has ``is_built`` and ``when_built(then)``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from phalanx.core.regions import Region, cut, whole
 from phalanx.core.variables.variable_parts import Part
-from phalanx.train.checkpoints.contents import Restoring
 from phalanx.train.checkpoints.files import ArraySource, Saved
+from phalanx.train.checkpoints.restoring import Restoring
 from phalanx.train.checkpoints.trackables import found
 
 __all__ = ["WaitingValues", "waiting_values"]
@@ -75,13 +75,18 @@ class WaitingValues:
 
 
 def waiting_values(
-    saved: Saved, unused: Sequence[str], owners: Mapping[str, Any]
+    saved: Saved,
+    unused: Sequence[str],
+    owners: Mapping[str, Any],
+    other_names: Callable[[str], list[str]],
 ) -> list[WaitingValues]:
     """What waits for things without variables: values of a checkpoint that no other thing takes."""
     result = []
     for name, owner in owners.items():
-        start = f"{name}/" if name else ""
-        names = [x for x in unused if x.startswith(start) and x in saved.entries]
-        if names:
-            result.append(WaitingValues(saved, names, name, owner))
+        for way in (name, *other_names(name)):
+            start = f"{way}/" if way else ""
+            names = [x for x in unused if x.startswith(start) and x in saved.entries]
+            if names:
+                result.append(WaitingValues(saved, names, way, owner))
+                break
     return result
