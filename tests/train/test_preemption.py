@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from hypothesis import given, strategies as st
 from tests.processes import wait_until
 
 import phalanx as px
-from phalanx.train.termination import StopAgreement
+from phalanx.train import preemption
+from phalanx.train.checkpoints import manager, saving
+from phalanx.train.termination import LoopPace, Notices, StopAgreement, training_seconds
 
 PROGRAM = str(Path(__file__).with_name("preemption_program.py"))
 Config = px.experimental.TerminationConfig
@@ -57,6 +61,68 @@ def test_workers_stop_after_the_same_step(size: int, moves: list[tuple[str, int]
             move("step", rank)
     assert {worker.started for worker in workers} == {workers[0].last}
     assert all(worker.is_over for worker in workers)
+
+
+SECONDS = st.floats(0.0, 1e4)
+
+
+@given(grace=SECONDS, save=SECONDS, longer=SECONDS, two_steps=SECONDS)
+def test_training_leaves_time_for_two_steps_and_two_saves(
+    grace: float, save: float, longer: float, two_steps: float
+) -> None:
+    seconds = training_seconds(grace, save, two_steps)
+    assert 0.0 <= seconds <= grace
+    assert seconds == 0.0 or seconds + 2 * save + two_steps <= grace + 1e-6
+    assert training_seconds(grace, save + longer, two_steps) <= seconds
+    assert training_seconds(grace, save, two_steps + longer) <= seconds
+    assert training_seconds(grace, None, two_steps) <= training_seconds(grace, 0.0, two_steps)
+    assert training_seconds(None, save, two_steps) == 0.0
+
+
+@given(
+    periods=st.lists(st.floats(0.1, 10.0), min_size=6, max_size=40),
+    noticed=st.integers(2, 5),
+    into=st.floats(0.0, 0.99),
+    save=st.floats(0.0, 5.0),
+    is_told_by_thread=st.booleans(),
+)
+def test_the_checkpoint_is_complete_within_the_grace_period(
+    periods: list[float], noticed: int, into: float, save: float, is_told_by_thread: bool
+) -> None:
+    """Steps of any lengths, which are not longer later on: the save ends in time, if it can."""
+    known = periods[: noticed + 1]
+    later = [min(period, *known[1:]) for period in periods[noticed + 1 :]] + [min(known[1:])] * 1000
+    pace, agreement, now = LoopPace(), StopAgreement(0, 1), 0.0
+    grace = 30.0 + 4 * save + 2 * max(periods)
+    notices = Notices(grace)
+    notice = ended = 0.0
+    for number, period in enumerate(known + later):
+        pace.begin(now)
+        if notices.is_noted and notices.seconds_left(now, save, pace.two_steps(now)) <= 0:
+            agreement.notice()
+        if agreement.is_over:
+            ended = now + save
+            break
+        agreement.begin()
+        if number == noticed:
+            notice = now + into * period
+            notices.note(notice)
+        left = notices.seconds_left(now, save, pace.two_steps(now)) if notices.is_noted else period
+        if is_told_by_thread and left < period:
+            agreement.notice()
+        now += period
+    assert notice < ended <= notice + grace
+
+
+def test_the_first_step_counts_as_long_as_it_is_the_only_one() -> None:
+    pace = LoopPace()
+    assert pace.two_steps(5.0) == 0.0
+    pace.begin(5.0)
+    assert pace.two_steps(8.0) == 6.0
+    pace.begin(65.0)
+    assert pace.two_steps(65.0) == 120.0
+    pace.begin(66.0)
+    assert pace.two_steps(66.0) == 2.0
 
 
 @pytest.fixture
@@ -116,6 +182,23 @@ def test_a_watch_function_and_functions_that_save_and_end(made: Any) -> None:
     assert done == [("x",), "exit"]
 
 
+def test_a_notice_after_the_job_has_failed_is_no_error_of_its_own(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training is told of the failure; the thread that would tell the others just ends."""
+    _, handler = made()
+    asked = threading.Event()
+
+    def announce() -> None:
+        asked.set()
+        raise px.errors.WorkerLostError("worker 1 died")
+
+    monkeypatch.setattr(handler._stop, "announce", announce)
+    signal.raise_signal(signal.SIGTERM)
+    assert asked.wait(60)
+    wait_until(lambda: all(x.name != "phalanx-preemption" for x in threading.enumerate()))
+
+
 def test_training_goes_on_in_the_grace_period(made: Any) -> None:
     """With a long grace period the save is not at once; with a short one it comes in time."""
     step, handler = made(grace_period=3600.0)
@@ -133,6 +216,111 @@ def test_training_goes_on_in_the_grace_period(made: Any) -> None:
         return bool(ended)
 
     wait_until(is_over)
+
+
+class Clock:
+    """Stands in for the clock of handlers and managers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        for module in (preemption, manager):
+            monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+
+
+class SlowState:
+    """A state that takes so many seconds to save."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def state(self) -> int:
+        self._clock.now += self._seconds
+        return 0
+
+    def restore(self, state: int) -> None:
+        """There is nothing to restore."""
+
+
+@pytest.mark.parametrize(("gap", "save"), [(2.6, 0.0), (0.1, 2.0), (0.1, 4.0), (1.0, 1.0)])
+@pytest.mark.parametrize("limit", ["grace_period", "launcher"])
+def test_what_is_between_steps_and_saves_is_measured(
+    gap: float,
+    save: float,
+    limit: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The checkpoint is there ten seconds after the notice, or one less if a launcher ends the rest."""
+    clock = Clock(monkeypatch)
+    if limit == "launcher":
+        monkeypatch.setenv("PHALANX_TERMINATE_GRACE", "10")
+    objects = px.train.Checkpoint(slow=SlowState(clock, save))
+    saver = px.train.CheckpointManager(objects, str(tmp_path), max_to_keep=2)
+    ended: list[float] = []
+    config = Config(
+        grace_period=10.0 if limit == "grace_period" else 30.0,
+        exit_fn=lambda: ended.append(clock.now),
+    )
+    handler = px.experimental.PreemptionCheckpointHandler(None, saver, termination_config=config)
+    try:
+        for number in range(400):
+            handler.run(lambda: None)
+            if number == 2:
+                saver.save()
+                assert saver.save_seconds == pytest.approx(save)
+            if number == 5:
+                noticed = clock.now
+                signal.raise_signal(signal.SIGTERM)
+                if limit == "launcher":
+                    wait_until(lambda: "--terminate-grace 30" in caplog.text)
+            clock.now += gap
+            if ended:
+                break
+    finally:
+        handler.close()
+    assert 0.0 < ended[0] - noticed <= (10.0 if limit == "grace_period" else 9.0)
+
+
+def test_other_notices_than_sigterm_have_the_whole_grace_period(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher kills nothing after them. SIGTERM that comes later counts from then on."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setenv("PHALANX_TERMINATE_GRACE", "10")
+    ended: list[float] = []
+    step, handler = made(grace_period=100.0, exit_fn=lambda: ended.append(clock.now))
+    signal.raise_signal(signal.SIGUSR1)
+    for _ in range(40):
+        handler.run(step.assign_add, 1)
+        clock.now += 1.0
+    assert not ended
+    signal.raise_signal(signal.SIGTERM)
+    for _ in range(8):
+        handler.run(step.assign_add, 1)
+        clock.now += 1.0
+    assert 140.0 < ended[0] <= 149.0
+
+
+def test_a_save_in_the_background_is_measured_until_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    goes_on = threading.Event()
+    perform = saving._perform
+
+    def wait_first(order: saving.Order) -> None:
+        assert goes_on.wait(60)
+        perform(order)
+
+    monkeypatch.setattr(saving, "_perform", wait_first)
+    saver = px.train.CheckpointManager(px.train.Checkpoint(v=px.Variable(0)), str(tmp_path), 1)
+    saver.save(options=px.train.CheckpointOptions(enable_async=True))
+    assert saver.save_seconds is None
+    clock.now += 7.0
+    goes_on.set()
+    saver.sync()
+    assert saver.save_seconds == 7.0
 
 
 def test_a_watch_function_that_fails_does_not_end_the_watch(

@@ -26,12 +26,23 @@ def on_worker(folder: str) -> dict[str, Any]:
     strategy = px.MultiWorkerMirroredStrategy()
     with strategy.scope():
         mean = px.metrics.Mean()
+        counter = px.Variable(
+            np.int32(0),
+            trainable=False,
+            synchronization=px.VariableSynchronization.ON_READ,
+            aggregation=px.VariableAggregation.SUM,
+        )
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {"rank": rank, "size": size}
 
     mean.update_state([1.0, 5.0])  # outside of replicas: once, although both workers say it
     strategy.run(lambda: mean.update_state(px.get_replica_context().replica_id_in_sync_group * 1.0))
+    counter.load_state(np.int32(7))  # as a checkpoint gives it
+    found["counter"] = (
+        int(counter),
+        [int(copy) for copy in strategy.experimental_local_results(counter)],
+    )
     found["mean"] = [float(v.numpy()) for v in mean.variables]
 
     with px.summary.create_file_writer(folder).as_default(step=1):
@@ -136,6 +147,7 @@ def test_one_worker_counts_and_writes_and_torch_names_work() -> None:
         (name,) = os.listdir(folder)
         assert len(list(px.data.TFRecordDataset(os.path.join(folder, name)))) == 3  # and the version
     assert (zero["rank"], one["rank"], zero["size"]) == (0, 1, 2)
+    assert (zero["counter"], one["counter"]) == ((7, [2, 2]), (7, [2, 1]))
     for found in (zero, one):
         assert found["mean"] == [6.0 + 0 + 1 + 2 + 3, 2.0 + 4]
         assert found["sum"] == [3.0, 20.0]

@@ -13,8 +13,10 @@ from phalanx.job.launch.from_resolver import parse_arguments, parse_task, resolv
 
 __all__ = [
     "WantedWorkers",
+    "add_job_arguments",
     "add_resolver_arguments",
     "count",
+    "one_job",
     "positive",
     "resolver_of",
     "seconds",
@@ -112,3 +114,19 @@ def wanted_workers(given: Sequence[tuple[int, int | None]]) -> WantedWorkers:
             f"Received: -n {first}"
         )
     return WantedWorkers(least, most, first, True)
+
+
+def add_job_arguments(parser: argparse.ArgumentParser, help: str) -> None:
+    """Let a command line name a running job, as its last word or by ``--job``; see `one_job`."""
+    parser.add_argument("job", nargs="?", help=help)
+    parser.add_argument("--job", dest="named_job", metavar="JOB", help="the same")
+
+
+def one_job(options: argparse.Namespace) -> str | None:
+    """The job that a command line names, if it names one."""
+    if options.job is not None and options.named_job is not None:
+        raise InvalidValueError(
+            f"Name the job once. Received: {options.job} and --job {options.named_job}"
+        )
+    named: str | None = options.named_job
+    return named if options.job is None else options.job

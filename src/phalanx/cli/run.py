@@ -24,7 +24,7 @@ from phalanx.cli.arguments import (
 )
 from phalanx.cli.terminal import JobView
 from phalanx.errors import InvalidValueError, NotFoundError
-from phalanx.job.elastic.membership import WorkerLimits
+from phalanx.job.elastic.orders import WorkerLimits
 from phalanx.job.launch.elastic_launcher import run_elastic_job
 from phalanx.job.launch.exit_policy import Patience
 from phalanx.job.launch.from_resolver import RESOLVERS, resolved_config
@@ -32,6 +32,7 @@ from phalanx.job.launch.launcher import Hosts, Job, placed_tasks, planned_comman
 from phalanx.job.launch.ray_engine import RayOptions, parse_resources
 from phalanx.job.launch.remote import shell_text
 from phalanx.job.launch.task_environment import job_tasks, task_environment
+from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
 
 __all__ = ["add_run_parser", "quiet_jax", "run"]
@@ -45,7 +46,8 @@ coordinator (--ps) goes on without a worker that fails, as long as another is le
 The exit code is 0
 exactly if all processes have succeeded, and else that of the first that failed (128 + n if signal n
 ended it). SIGTERM is passed on to all processes. SIGUSR1 is a notice that machines will be taken away:
-workers with a px.experimental.PreemptionCheckpointHandler save, and end with code 143.
+workers with a px.experimental.PreemptionCheckpointHandler save, and end with code 143. After SIGTERM
+they have --terminate-grace seconds for that, even if their grace_period is longer.
 """
 
 
@@ -132,8 +134,8 @@ def _add_processes(group: argparse._ArgumentGroup) -> None:
         type=seconds,
         default=Patience().terminate,
         metavar="S",
-        help="how long processes may take to save and end after SIGTERM, before they are killed "
-        "(default: %(default)g seconds)",
+        help="how long processes may take to save and end after SIGTERM, before they are killed: at "
+        "least the grace_period of a PreemptionCheckpointHandler (default: %(default)g seconds)",
     )
     group.add_argument("--no-progress", action="store_true", help="show no progress bar")
     group.add_argument(
@@ -221,7 +223,7 @@ def _limits(options: argparse.Namespace, wanted: WantedWorkers) -> WorkerLimits 
         )
     patience = 300.0 if options.wait is None else options.wait
     replacements = 3 if options.restarts is None else options.restarts
-    return WorkerLimits(wanted.least, wanted.most, replacements, patience)
+    return WorkerLimits(wanted.least, wanted.most, replacements, patience, deadline=worker_deadline())
 
 
 @contextlib.contextmanager

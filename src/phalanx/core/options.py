@@ -6,6 +6,7 @@ import enum
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from phalanx.errors import InvalidTypeError, InvalidValueError, UnsupportedError
@@ -384,3 +385,15 @@ def copy_value_for_read_sum(value: Any, replicas: int, dtype: Any) -> Any:
     if jnp.issubdtype(array.dtype, jnp.integer):
         return lax.div(array, jnp.asarray(replicas, array.dtype)).astype(dtype)
     return (array / replicas).astype(dtype)
+
+
+def share_of_read_sum(value: Any, replicas: int, number: int) -> np.ndarray[Any, Any]:
+    """What one copy of an integer ON_READ/SUM variable holds so that all of them together are `value`.
+
+    >>> [int(share_of_read_sum(10, 4, number)) for number in range(4)]
+    [3, 3, 2, 2]
+    """
+    array = np.asarray(value)
+    wide = array if array.dtype.itemsize == 8 else array.astype(np.int64)
+    share, rest = np.divmod(wide, replicas)
+    return (share + (number < rest)).astype(array.dtype)

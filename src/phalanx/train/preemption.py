@@ -20,10 +20,12 @@ from phalanx.core.variables.variable import Variable
 from phalanx.errors import (
     InvalidArgumentError,
     InvalidTypeError,
+    PhalanxError,
     UnsupportedError,
 )
 from phalanx.job.connection import connected
 from phalanx.job.hub.descriptions import PREEMPTION
+from phalanx.runtime.deadlines import terminate_patience
 from phalanx.runtime.formatting import shown
 from phalanx.runtime.interrupts import Bell, start
 from phalanx.train.agreed_stop import AgreedStop
@@ -31,8 +33,9 @@ from phalanx.train.checkpoints.checkpoint import Checkpoint
 from phalanx.train.checkpoints.manager import CheckpointManager
 from phalanx.train.termination import (
     RESTARTABLE_EXIT_CODE,
+    LoopPace,
+    Notices,
     TerminationConfig,
-    training_seconds,
 )
 
 __all__ = ["PreemptionCheckpointHandler"]
@@ -113,8 +116,9 @@ class PreemptionCheckpointHandler:
         remedy = "Make a PreemptionCheckpointHandler on every worker."
         self._stop = AgreedStop(self._connection, _PROMISE, remedy)
         self._positions: dict[str, Any] | None = None
-        self._step_seconds = self._save_seconds = 0.0
-        self._is_noticed = self._is_closed = self._is_saved = self._is_warned = False
+        self._notices = Notices(self._config.grace_period, terminate_patience())
+        self._pace = LoopPace()
+        self._is_closed = self._is_saved = self._is_warned = self._is_cut = False
         self._bell = Bell()
         self._before: dict[int, Any] = {}
         self._manager.restore_or_initialize()
@@ -138,11 +142,9 @@ class PreemptionCheckpointHandler:
         """
         self._stop_if_over(self._positions)
         self._stop.begin()
-        begun = time.monotonic()
         result = distributed_train_function(*args, **kwargs)
-        self._step_seconds = time.monotonic() - begun
         self._calls.assign_add(1)
-        if self._is_noticed or self._stop.is_pending:
+        if self._notices.is_noted or self._stop.is_pending:
             self._positions = self._manager.checkpoint.positions()
         return result
 
@@ -163,10 +165,8 @@ class PreemptionCheckpointHandler:
 
     def notify(self) -> None:
         """Give a notice, as a signal would. Any thread may call this."""
-        self._is_noticed = True
+        self._notices.note(time.monotonic())
         self._bell.ring()
-        if self._stop.agreement.size == 1 and not self._config.grace_period:
-            self._stop.announce()
 
     def close(self) -> None:
         """Give back signal handlers and the thread."""
@@ -193,27 +193,45 @@ class PreemptionCheckpointHandler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # The lock may be held by the code that is interrupted, so another thread goes on from here.
-        self._is_noticed = True
+        self._notices.note(time.monotonic(), number == signal.SIGTERM)
         self._bell.ring()
 
     def _watch(self) -> None:
         """Wait for a notice, and then for the time to stop."""
-        while not self._is_noticed and not self._is_closed:
+        while not self._notices.is_noted and not self._is_closed:
             self._bell.wait(_POLL)
-            if not self._is_noticed and self._asked():
-                self._is_noticed = True
+            if not self._notices.is_noted and self._asked():
+                self._notices.note(time.monotonic())
         if self._is_closed:
             return
-        seconds = training_seconds(self._config.grace_period, self._save_seconds, self._step_seconds)
+        seconds = self._seconds_left()
         _log.warning(
             "There is a notice that this machine will be taken away. A checkpoint is saved after %s.",
-            f"{seconds:.0f} seconds" if seconds else "the next step",
+            f"{seconds:.0f} seconds" if seconds > 0 else "the next step",
         )
-        end = time.monotonic() + seconds
-        while not self._is_closed and (left := end - time.monotonic()) > 0:
-            self._bell.wait(left)
+        self._warn_if_cut()
+        while not self._is_closed and (left := self._seconds_left()) > 0:
+            self._bell.wait(min(left, _POLL))  # meanwhile steps may turn out to be slower
+            self._warn_if_cut()
         if not self._is_closed:
-            self._stop.announce()
+            with contextlib.suppress(PhalanxError):  # the job has failed, as its training is told
+                self._stop.announce()
+
+    def _warn_if_cut(self) -> None:
+        if self._notices.is_cut and not self._is_cut:
+            self._is_cut = True
+            _log.warning(
+                "The launcher kills this process %g seconds after SIGTERM, before its grace period of "
+                "%g seconds is over, so it saves earlier. Give phalanx run --terminate-grace %g.",
+                self._notices.patience,
+                self._config.grace_period,
+                self._config.grace_period,
+            )
+
+    def _seconds_left(self) -> float:
+        """Until the time to stop, of which there was a notice, by what is measured now."""
+        now = time.monotonic()
+        return self._notices.seconds_left(now, self._manager.save_seconds, self._pace.two_steps(now))
 
     def _asked(self) -> bool:
         """What the watch function says. One that fails is asked again: signals count all the same."""
@@ -233,19 +251,19 @@ class PreemptionCheckpointHandler:
     # -- the end ---------------------------------------------------------------------------------
 
     def _stop_if_over(self, positions: dict[str, Any] | None, *args: Any, **kwargs: Any) -> None:
-        if self._is_noticed and not self._config.grace_period:
+        self._pace.begin(time.monotonic())
+        if self._notices.is_noted and self._seconds_left() <= 0:
             self._stop.announce()
         self._stop.wait_for_answers()
         if self._stop.is_over and not self._is_saved:
             self._is_saved = True
             begun = time.monotonic()
             self._save(positions, *args, **kwargs)
-            self._save_seconds = time.monotonic() - begun
             _log.warning(
                 "Saved %s after %d calls, in %.1f seconds, because of a notice.",
                 self._manager.latest_checkpoint,
                 self.total_run_calls,
-                self._save_seconds,
+                time.monotonic() - begun,
             )
             exit_fn = self._config.exit_fn
             sys.exit(RESTARTABLE_EXIT_CODE) if exit_fn is None else exit_fn()

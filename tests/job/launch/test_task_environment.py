@@ -14,7 +14,9 @@ from hypothesis import given, strategies as st
 
 import phalanx as px
 from phalanx.job.hub.descriptions import Task
+from phalanx.job.launch.exit_policy import Patience
 from phalanx.job.launch.from_resolver import parse_arguments, parse_task, resolved, resolved_config
+from phalanx.job.launch.launcher import Job, planned_commands
 from phalanx.job.launch.ports import PortReservation
 from phalanx.job.launch.remote import parse_hosts, shell_text
 from phalanx.job.launch.task_environment import (
@@ -75,7 +77,18 @@ def test_the_environment_of_a_task() -> None:
     plain = task_environment(base, config="{}", restart=2)
     assert plain["XLA_FLAGS"] == base["XLA_FLAGS"]
     assert plain["PHALANX_RESTART"] == "2"
+    assert task_environment(base, config="{}", terminate_grace=2.5)["PHALANX_TERMINATE_GRACE"] == "2.5"
+    assert "PHALANX_TERMINATE_GRACE" not in task_environment(
+        {"PHALANX_TERMINATE_GRACE": "3"}, config="{}"
+    )
     assert not {"PHALANX_HUB", "PHALANX_TOKEN", "JAX_NUM_CPU_DEVICES", *RETAIN_MEMORY} & set(plain)
+
+
+def test_processes_know_how_long_their_launcher_waits() -> None:
+    tasks = job_tasks(1)
+    job = Job(["x"], tasks, "x", environ={}, patience=Patience(terminate=40.0))
+    (command,) = planned_commands(job, tasks, "h:1", "t")
+    assert command.environ["PHALANX_TERMINATE_GRACE"] == "40"
 
 
 def test_a_pool_size_that_the_user_chose_stays() -> None:
@@ -200,13 +213,23 @@ def test_one_of_several_jobs_must_be_named(runtime: Path) -> None:
         assert find_job(str(parent.pid)) == parent
 
 
+def test_two_jobs_of_one_process_are_both_found(runtime: Path) -> None:
+    first, second = (RunningJob(os.getpid(), "a.py", f"h:{port}", "t") for port in (1, 2))
+    with announced(first) as update:
+        with announced(second):
+            assert {job.address for job in running_jobs()} == {"h:1", "h:2"}
+        changed = RunningJob(os.getpid(), "a.py", "h:3", "t")
+        update(changed)
+        assert running_jobs() == [changed]
+
+
 def test_files_of_dead_launchers_are_removed(runtime: Path) -> None:
     folder = runtime_folder()
     gone = RunningJob(2**22 - 1, "a.py", "h:1", "t")
     with announced(gone):
         (folder / "broken.json").write_text("{")
         assert running_jobs() == []
-        assert not (folder / f"{gone.pid}.json").exists()
+        assert not list(folder.glob(f"{gone.pid}-*.json"))
 
 
 def test_a_folder_that_others_can_read_is_not_used(runtime: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from phalanx.errors import InvalidValueError
 from phalanx.job.hub.descriptions import Task
 from phalanx.runtime.cpu_pool import cpu_device_environment
+from phalanx.runtime.deadlines import TERMINATE_GRACE
 
 RETAIN_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -80,10 +81,12 @@ def task_environment(
     devices: int | None = None,
     retain_memory: bool = False,
     restart: int = 0,
+    terminate_grace: float | None = None,
 ) -> dict[str, str]:
     """The environment of one task's process.
 
-    `devices` of None leaves their number to the process; `restart` counts the restarts of the job.
+    `devices` of None leaves their number to the process; `restart` counts the restarts of the job, and
+    `terminate_grace` seconds after SIGTERM its launcher kills it.
     """
     result = dict(environ)
     if devices is not None:
@@ -91,7 +94,8 @@ def task_environment(
     if retain_memory:
         result |= RETAIN_MEMORY
     result |= {"TF_CONFIG": config, "PHALANX_RESTART": str(restart), "PYTHONUNBUFFERED": "1"}
-    for name, value in (("PHALANX_HUB", hub), ("PHALANX_TOKEN", token)):
+    seconds = None if terminate_grace is None else f"{terminate_grace:g}"
+    for name, value in (("PHALANX_HUB", hub), ("PHALANX_TOKEN", token), (TERMINATE_GRACE, seconds)):
         if value is None:
             result.pop(name, None)
         else:
