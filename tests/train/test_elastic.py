@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -21,9 +22,11 @@ import phalanx as px
 from phalanx.core.regions import Flat
 from phalanx.job.elastic import visitor
 from phalanx.job.elastic.door import Door
-from phalanx.job.elastic.membership import ElasticMembership, WorkerLimits
+from phalanx.job.elastic.membership import ElasticMembership
+from phalanx.job.elastic.orders import WorkerLimits
 from phalanx.job.launch.exit_policy import is_lost
-from phalanx.train.checkpoints.contents import Restoring
+from phalanx.train.checkpoints.restoring import Restoring
+from phalanx.train.elastic_training import reforming
 from phalanx.train.elastic_training.batch_policy import batch_size_for
 from phalanx.train.elastic_training.carried_state import CarriedState, StateReferences
 
@@ -93,11 +96,13 @@ def test_a_killed_worker_and_one_that_joins(tmp_path: Path) -> None:
     """Three workers; one is killed in mid-epoch, and a new one joins in the next.
 
     One survivor keeps an array of the old devices, so Python starts anew there; the other goes on in
-    the same process, as soon as the thread that reads its input has let go of another. All examples
-    count once, and the weights are those of an undisturbed training.
+    the same process, as soon as the thread that reads its input has let go of another, and although its
+    loop ignores exceptions. The program has an array at its top, which all use. All examples count
+    once, and the weights are those of an undisturbed training.
     """
     expected = undisturbed(2, tmp_path)
-    plan = {"1@3": "kill", "2@1": "keep", "0@9": "until stop", "2@9": "until stop", "0@input": "linger"}
+    plan = {"1@3": "kill", "2@1": "keep", "0@9": "until stop", "2@9": "until stop"}
+    plan |= {"0@input": "linger", "0@errors": "ignore"}
     history = play(tmp_path, plan, "--workers", "2:3", "--restarts", "1")
     assert history.code == 0, history.said
     assert history.sizes() == {1: 3, 2: 2, 3: 3}, history.said
@@ -107,7 +112,8 @@ def test_a_killed_worker_and_one_that_joins(tmp_path: Path) -> None:
     check_every_example_counts_once(history, 2)
     assert len(history.applied()) == 14  # the global batch has stayed
     assert len(history.ends) == 3
-    for _, weights, _ in history.ends:
+    for _, weights, _, seen in history.ends:
+        assert seen == 2 * sum(range(elastic_program.EXAMPLES))
         assert weights == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
@@ -124,7 +130,7 @@ def test_a_worker_with_a_notice_takes_nothing_with_it(tmp_path: Path) -> None:
     changed = batches.index(3)
     assert batches[:changed] == [6] * changed
     assert set(batches[changed:-1]) == {3}
-    ((_, _, total),) = history.ends
+    ((_, _, total, _),) = history.ends
     assert total == elastic_program.EXAMPLES
     assert px.train.latest_checkpoint(folder) == f"{folder}/ckpt-{changed}"
 
@@ -183,6 +189,15 @@ def _close_when_one_waits(door: Door) -> None:
     door.__exit__()
 
 
+def test_other_devices_than_cpus_must_not_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before the worker arrives, so it takes no others along."""
+    kept = jnp.ones(3)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(px.errors.FailedPreconditionError, match=r"gpu.*px.train.elastic.*arrays"):
+        reforming.begin_before_joining()
+    assert kept.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_the_loop_and_the_state_are_given_once() -> None:
     numbers = px.data.Dataset.range(4)
 
@@ -236,6 +251,26 @@ def test_arguments_that_make_no_sense_are_refused(how: dict[str, Any], said: str
 
 def test_the_batch_is_never_empty() -> None:
     assert batch_size_for("scale", 4, 1, 8) == 1
+
+
+def test_a_step_after_which_the_loop_is_left_is_made_again_from_the_state_before() -> None:
+    """If the end of the training has to be done again, for the sake of a worker that was lost in it."""
+
+    def train(job: px.train.ElasticContext) -> tuple[px.train.ElasticContext, px.Variable]:
+        job.workers = 2  # which hold the state before each step
+        w = px.Variable(0)
+        job.track(w=w)
+        for i, _ in enumerate(job.steps(px.data.Dataset.range(8), epochs=2)):
+            w.assign_add(1)
+            if i == 2:
+                break
+        return job, w
+
+    job, w = px.train.elastic(train, batch_size=2)
+    step, carried = job.end(failed=False)
+    assert (int(w), step) == (3, 2)
+    assert carried is not None
+    assert int(carried.read("w")) == 2
 
 
 def test_state_in_memory_goes_through_bytes() -> None:

@@ -7,7 +7,13 @@ import contextlib
 
 from rich.console import Console
 
-from phalanx.cli.arguments import add_resolver_arguments, resolver_of, seconds
+from phalanx.cli.arguments import (
+    add_job_arguments,
+    add_resolver_arguments,
+    one_job,
+    resolver_of,
+    seconds,
+)
 from phalanx.errors import NotFoundError, PhalanxError
 from phalanx.job.doctor import doctor
 from phalanx.job.explain import explain
@@ -37,10 +43,9 @@ def add_explain_parser(commands: argparse._SubParsersAction[argparse.ArgumentPar
     parser = commands.add_parser(
         "explain", help="show what a running job does", description=_EXPLAIN, allow_abbrev=False
     )
-    parser.add_argument(
-        "job",
-        nargs="?",
-        help="the name of the program, the process id of the launcher, or the host:port of the hub, "
+    add_job_arguments(
+        parser,
+        "the name of the program, the process id of the launcher, or the host:port of the hub, "
         "whose token is then taken from PHALANX_TOKEN (default: the only job of this user here)",
     )
     parser.add_argument("--no-stacks", action="store_true", help="show the table only")
@@ -55,9 +60,10 @@ def add_explain_parser(commands: argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def _explain(options: argparse.Namespace) -> int:
-    servers = _servers(options.job)
+    job = one_job(options)
+    servers = _servers(job)
     if servers is None:
-        return explain(options.job, stacks=not options.no_stacks, timeout=options.timeout)
+        return explain(job, stacks=not options.no_stacks, timeout=options.timeout)
     from phalanx.coordinator.overview import show
 
     alone = False

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from phalanx.cli.arguments import positive
+from phalanx.cli.arguments import add_job_arguments, one_job, positive
 from phalanx.errors import InvalidValueError
-from phalanx.job.elastic.door import connect_to_door
-from phalanx.job.registry import RunningJob, find_job
-from phalanx.net.client import RequestClient
+from phalanx.job.elastic.door import ask_door
+from phalanx.job.registry import find_job
 
 __all__ = ["add_resize_parser", "resize"]
 
@@ -28,33 +26,22 @@ def add_resize_parser(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "resize", help="change the number of workers of a running job", description=_DESCRIPTION
     )
     parser.add_argument("workers", type=positive, nargs="?", help="how many workers are wanted")
-    parser.add_argument(
-        "--job", metavar="JOB", help="the job's process id or name (default: the only one)"
+    add_job_arguments(
+        parser,
+        "the name of the program, or the process id of the launcher (default: the only job of this "
+        "user here)",
     )
     parser.set_defaults(function=resize)
 
 
 def resize(options: argparse.Namespace) -> int:
     """Do what the command line says; returns the exit code."""
-    answer = _ask(find_job(options.job), options.workers)
-    for name, doing in answer["workers"]:
-        print(f"{name} {doing}")
-    print(f"{answer['wanted']} wanted, of {answer['minimum']} to {answer['maximum']}")
-    return 0
-
-
-def _ask(job: RunningJob, workers: int | None) -> dict[str, Any]:
+    job = find_job(one_job(options))
     if not job.door:
         raise InvalidValueError(
             "This job has a fixed number of workers. Start it by phalanx run --workers MIN:MAX. "
             f"Received: {job}"
         )
-    client = RequestClient(connect_to_door(job.door, job.token, _SECONDS), "phalanx-resize").start()
-    try:
-        question = {"type": "list"} if workers is None else {"type": "resize", "workers": workers}
-        answer = dict(client.request(question, timeout=_SECONDS).fields)
-    finally:
-        client.close()
-    if "error" in answer:
-        raise InvalidValueError(str(answer["error"]))
-    return answer
+    workers, wanted = ask_door(job.door, job.token, _SECONDS, options.workers)
+    print(*workers, wanted, sep="\n")
+    return 0

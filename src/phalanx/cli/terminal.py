@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.segment import Segment
 from rich.text import Text
 
-from phalanx.job.elastic.membership import Generation
+from phalanx.job.elastic.orders import Generation
 from phalanx.job.hub.descriptions import Task, describe_exit
 from phalanx.job.hub.server import Hub
 from phalanx.job.launch.exit_policy import EndReason
@@ -88,6 +88,10 @@ class JobView:
     def goes_on(self, task: Task, code: int) -> None:
         """Say that the job goes on without a process."""
         self._say(f"{task} {describe_exit(code)}. The job goes on without it.")
+
+    def kills(self, task: Task, why: str) -> None:
+        """Say why a process is ended."""
+        self._say(f"{task} is ended. {why}")
 
     def generation(self, generation: Generation, names: Sequence[str]) -> None:
         """Say who trains from now on, and why that has changed."""

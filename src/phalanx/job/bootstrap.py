@@ -13,7 +13,9 @@ import contextlib
 import faulthandler
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -41,7 +43,7 @@ from phalanx.job.watchdog import Watchdog
 from phalanx.net.addresses import split_address
 from phalanx.net.framing import ProtocolError
 from phalanx.runtime import laboratory
-from phalanx.runtime.deadlines import worker_deadline
+from phalanx.runtime.deadlines import terminate_patience, worker_deadline
 
 _log = logging.getLogger("phalanx")
 
@@ -75,6 +77,10 @@ class JobConnection:
         atexit.register(self._at_exit)
         member.status.phase = "step"
 
+    def come_to_end(self) -> None:
+        """Say that this worker has nothing left to do, so that none who is frozen keeps up the job."""
+        self.member.come_to_end(self._watchdog.deadline)
+
     def disconnect(self, timeout: float = _GOODBYE) -> None:
         """Leave the job: wait a moment for the others to come to their end, and leave JAX's runtime.
 
@@ -86,8 +92,10 @@ class JobConnection:
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
         atexit.unregister(self._at_exit)
-        if not self._crashed and not self.member.meet("goodbye", timeout):
-            self._watchdog.name_silent()
+        if not self._crashed:
+            self.come_to_end()
+            if not self.member.meet("goodbye", timeout):
+                self._watchdog.name_silent()
         self._watchdog.stop()
         hub_is_gone = self.member.failure is not None and self.member.failure.kind == "hub"
         jax_runtime.leave(abandon=hub_is_gone)
@@ -108,11 +116,27 @@ class JobConnection:
         self._previous_hook(kind, error, traceback)
 
     def _at_exit(self) -> None:
+        ignore_notices()
+        if not self._ended:
+            laboratory.reach(laboratory.END)
+            if not self._crashed:
+                self.come_to_end()
+            laboratory.reach(laboratory.END)  # and now it only waits for the others
         failed = self._crashed or self.member.failure is not None
         self.disconnect()
         if failed:
             _failed.append(self)
             jax_distributed.abandon_backends()
+
+
+def ignore_notices() -> None:
+    """The program has ended, and so does its process: a notice must not make a loss of it.
+
+    Only where a launcher kills what does not end.
+    """
+    if terminate_patience() is not None and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def connect(

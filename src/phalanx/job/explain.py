@@ -10,6 +10,7 @@ import os
 from rich.console import Console
 
 from phalanx.errors import NotFoundError
+from phalanx.job.elastic.door import ask_door
 from phalanx.job.observer import Observer
 from phalanx.job.registry import find_job
 
@@ -33,7 +34,12 @@ def explain(
         console: where to print.
     """
     console = console or Console()
-    address, token = _find(job, token)
+    address, token, door = _find(job, token)
+    if address == door:
+        workers, wanted = ask_door(door, token, timeout)
+        console.print("There is no hub: one worker is alone, or they have not met yet.")
+        console.print(*workers, wanted, sep="\n", markup=False, highlight=False)
+        return 0
     with Observer(address, token, timeout=timeout) as observer:
         failure = observer.failure()
         console.print(observer.table())
@@ -45,12 +51,13 @@ def explain(
     return 0 if failure is None else 1
 
 
-def _find(job: str | None, token: str | None) -> tuple[str, str]:
+def _find(job: str | None, token: str | None) -> tuple[str, str, str]:
+    """The address of the hub, the token, and the address of the door if there is one."""
     given = token or os.environ.get("PHALANX_TOKEN")
     try:
         found = find_job(job)
     except NotFoundError:
         if job is not None and ":" in job and given:
-            return job, given
+            return job, given, ""
         raise
-    return found.address, token or found.token
+    return found.address, token or found.token, found.door

@@ -7,6 +7,7 @@ can read it, because it holds the job's token.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -21,6 +22,8 @@ from phalanx.runtime.formatting import shown
 from phalanx.runtime.processes import is_alive
 
 _log = logging.getLogger("phalanx")
+
+_numbers = itertools.count(1)  # one process may run several jobs
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,18 @@ def announced(job: RunningJob) -> Iterator[Callable[[RunningJob], object]]:
 
     What is yielded says that the job has changed.
     """
-    path = _write(job)
+    name = f"{job.pid}-{next(_numbers)}.json"
+    path = _write(job, name)
     try:
-        yield _write
+        yield lambda changed: _write(changed, name)
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
 
 
-def _write(job: RunningJob) -> Path | None:
+def _write(job: RunningJob, name: str) -> Path | None:
     try:
-        path = runtime_folder() / f"{job.pid}.json"
+        path = runtime_folder() / name
         fresh = path.with_suffix(".new")
         fresh.unlink(missing_ok=True)
         with open(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:

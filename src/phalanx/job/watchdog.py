@@ -167,6 +167,11 @@ class Watchdog:
         self._period = min(_PERIOD, max(0.02, min(warn_after, grace, seconds) / 4))
         self._thread = threading.Thread(target=self._run, name="phalanx-watchdog", daemon=True)
 
+    @property
+    def deadline(self) -> float:
+        """After how many seconds a wait for other workers fails the job."""
+        return self._policy.deadline
+
     def keep(self, gate: Gate, addresses: Sequence[Any]) -> None:
         """Close this gate whenever it need not be open; `addresses` are those of all gates."""
         self._gate, self._gates = gate, list(addresses)
@@ -191,7 +196,8 @@ class Watchdog:
         if silent and self._member.failure is None:
             self._write(
                 f"phalanx: {self._member.task} has come to its end, and does not wait any longer for "
-                f"{', '.join(_describe(row) for row in silent)}. The job ends when all have."
+                f"{', '.join(_describe(row) for row in silent)}. The job ends when all have, or when "
+                f"nothing is heard of those for {self.deadline:g} seconds (PHALANX_DEADLINE)."
             )
 
     def _run(self) -> None:

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from phalanx.net.spinning import Spinner
+from phalanx.net.wakeup import Wakeup
 from phalanx.runtime.futures import settle
 
 _log = logging.getLogger(__name__)
@@ -103,15 +104,13 @@ class EventLoop:
         self._is_over = False
         self._stop = False
         self._after_round, self._tick = after_round, tick
-        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        self._wakeup: Wakeup | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> EventLoop:
         """Start the thread."""
-        self._wakeup = socket.socketpair()
-        for end in self._wakeup:
-            end.setblocking(False)
-        self.watch(self._wakeup[0], READ, self._run_calls)
+        self._wakeup = Wakeup()
+        self.watch(self._wakeup, READ, self._run_calls)
         self._thread.start()
         return self
 
@@ -161,12 +160,11 @@ class EventLoop:
 
     def _wake(self) -> None:
         if self._wakeup is not None:
-            with contextlib.suppress(OSError):  # full, so it wakes up anyway; or it is over
-                self._wakeup[1].send(b"!")
+            self._wakeup.ring()
 
     # -- for the thread, or before it runs ---------------------------------------------------------
 
-    def watch(self, sock: socket.socket, mask: int, handler: Callable[[int], None]) -> None:
+    def watch(self, sock: socket.socket | Wakeup, mask: int, handler: Callable[[int], None]) -> None:
         """Call a handler, with what a socket is ready for, when it is ready for any of `mask`."""
         descriptor = sock.fileno()
         self._poller.watch(descriptor, mask)
@@ -230,8 +228,7 @@ class EventLoop:
 
     def _run_calls(self, _: int) -> None:
         assert self._wakeup is not None
-        with contextlib.suppress(BlockingIOError):
-            self._wakeup[0].recv(4096)
+        self._wakeup.clear()
         self._is_woken = False
         while self._calls:
             self._try(self._calls.popleft())
@@ -243,5 +240,5 @@ class EventLoop:
             self._try(self._calls.popleft())
         self._poller.close()
         self._handlers.clear()
-        for end in self._wakeup or ():
-            end.close()
+        if self._wakeup is not None:
+            self._wakeup.close()

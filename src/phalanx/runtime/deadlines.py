@@ -15,6 +15,9 @@ from phalanx.runtime.formatting import shown
 STUCK_EXIT_CODE = 70
 """How a process ends that hangs in native code after its job has failed."""
 
+TERMINATE_GRACE = "PHALANX_TERMINATE_GRACE"
+"""How many seconds after SIGTERM the launcher kills a process, for programs that save then."""
+
 _LONGEST = 1e9  # seconds
 
 
@@ -68,6 +71,13 @@ def worker_deadline() -> float:
     return _seconds("PHALANX_DEADLINE", "600")
 
 
+def terminate_patience() -> float | None:
+    """How many seconds after SIGTERM the launcher kills this process; None if there is none."""
+    if TERMINATE_GRACE not in os.environ:
+        return None
+    return _seconds(TERMINATE_GRACE, "", may_be_zero=True)
+
+
 def replica_patience() -> WaitLimits:
     """How long replicas of one process wait for each other at a merge point.
 
@@ -78,13 +88,13 @@ def replica_patience() -> WaitLimits:
     return WaitLimits(warn_after=min(60.0, seconds / 2), give_up_after=seconds)
 
 
-def _seconds(variable: str, default: str) -> float:
+def _seconds(variable: str, default: str, may_be_zero: bool = False) -> float:
     text = os.environ.get(variable, default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds <= _LONGEST:
+    if not 0 < seconds <= _LONGEST and not (may_be_zero and seconds == 0):
         raise InvalidValueError(
             f"The environment variable {variable} must be a positive number of seconds, at most "
             f"{_LONGEST:g}: nothing waits forever. Received: {shown(text)}"

@@ -14,14 +14,15 @@ from pathlib import Path
 
 from phalanx.job.device_connections import cut_all
 from phalanx.job.elastic.visitor import NUMBER, GenerationEntry, Released, Visitor
+from phalanx.job.hub.client import Member
 
 DEADLINE = 60.0  # seconds
 
 
-def wait_for(path: Path) -> None:
-    """Wait until another process has made a file."""
+def wait_for(path: Path, age: float = 0.0) -> None:
+    """Wait until another process has made a file, and some seconds have passed since."""
     end = time.monotonic() + DEADLINE
-    while not path.exists():
+    while not (path.exists() and time.time() - path.stat().st_mtime >= age):
         assert time.monotonic() < end, f"{path} has not come"
         threading.Event().wait(0.01)
 
@@ -29,10 +30,12 @@ def wait_for(path: Path) -> None:
 def main(folder: Path, plan: str) -> int:
     """Go through generations; `plan` says what this worker does in which of them."""
     number = int(os.environ[NUMBER])
+    deeds = dict(word.split("=") for word in plan.split(",") if word)
+    if deeds.get(f"{number}.0"):  # before it can take notices
+        os.kill(os.getpid(), int(deeds[f"{number}.0"]) - 128)
     visitor = Visitor.find()
     assert visitor is not None
     signal.signal(signal.SIGTERM, lambda *_: visitor.leave())
-    deeds = dict(word.split("=") for word in plan.split(",") if word)
     stop = threading.Event()
     visitor.on_stop(stop.set)
     visitor.arrive(recoverable="checkpoint" in deeds)
@@ -54,16 +57,29 @@ def main(folder: Path, plan: str) -> int:
         if deed == "freeze":
             (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
+        if deed == "busy":  # until another one has waited for longer than for one that is frozen
+            busy = Member(str(answer.hub), os.environ["PHALANX_TOKEN"], "worker", answer.rank)
+            wait_for(folder / "waits", age=1.5)
+            busy.leave()
         if deed == "cut":  # and what is told next must arrive all the same
             cut_all()
         if deed in ("notice", "cut"):
             os.kill(os.getpid(), signal.SIGTERM)
-        if deed == "finish":
+        if deed in ("halt", "end"):  # meet the others, and then freeze or come to the end
+            member = Member(str(answer.hub), os.environ["PHALANX_TOKEN"], "worker", answer.rank)
+            member.wait_joined(DEADLINE)
+            if deed == "halt":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            member.come_to_end(0.5)
+        if deed in ("finish", "end", "fall"):
             visitor.finished(answer.generation)
             if visitor.wait_for_end() is not None:
+                if deed == "fall":  # in what the program does after the training
+                    os.kill(os.getpid(), signal.SIGKILL)
                 return 0
-        elif deed == "lose":  # as if the hub had told that another worker is gone
+        elif deed in ("lose", "busy"):  # as if the hub had told that another worker is gone
             wait_for(folder / "lost")
+            (folder / "waits").touch()
         else:
             assert stop.wait(DEADLINE), "no one has asked this worker to stop"
         stop.clear()

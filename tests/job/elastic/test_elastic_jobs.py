@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +20,10 @@ from tests.job.elastic.protocol_worker import wait_for
 from phalanx.cli import main
 from phalanx.cli.arguments import wanted_workers, worker_range
 from phalanx.errors import InvalidValueError
-from phalanx.job.elastic.membership import WorkerLimits
+from phalanx.job.elastic.orders import WorkerLimits
+from phalanx.job.hub import silent_members
+from phalanx.job.launch import idleness
+from phalanx.job.registry import find_job
 
 WORKER = str(Path(__file__).with_name("protocol_worker.py"))
 
@@ -71,6 +77,28 @@ def test_a_worker_with_a_notice_leaves_and_is_not_replaced(
     assert "is started" not in err
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_notice_that_comes_before_the_program_can_take_it_is_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], signum: int
+) -> None:
+    """While it imports, say: the signal ends the process, which is not replaced."""
+    assert play(tmp_path, f"1.0={128 + signum},0.1=finish", "--workers", "1:2") == 0
+    out, err = capfd.readouterr()
+    assert "0 in 1: worker 0; " in out
+    assert f"worker 1 was killed by signal {int(signum)}" in err
+    assert "is started" not in err
+
+
+def test_a_worker_that_leaves_is_replaced_if_too_few_were_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = "1.1=notice,0.2=finish,2.2=finish"
+    assert play(tmp_path, plan, "-n", "2", "--workers", "2:3") == 0
+    out, err = capfd.readouterr()
+    assert "worker 2 is started" in err
+    assert re.search("0 in 2: .*worker 0, .*worker 2; worker 1 wants to leave", out)
+
+
 def test_a_worker_whose_connections_are_cut_comes_back(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,7 +109,7 @@ def test_a_worker_whose_connections_are_cut_comes_back(
 
 
 def test_when_all_have_left_the_job_ends_as_they_did(tmp_path: Path) -> None:
-    assert play(tmp_path, "0.1=notice", "--workers", "1:1") == 143
+    assert play(tmp_path, "0.1=notice", "--workers", "1:1", "--restarts", "0") == 143
 
 
 def test_a_state_that_went_with_a_worker_is_an_error(
@@ -108,15 +136,37 @@ def test_a_running_job_gets_more_workers_and_fewer(
         assert main(["resize", "2"]) == 0
         wait_for(tmp_path / "marks" / "1.2")
         assert main(["resize", "3"]) == 2
-        assert main(["resize", "1"]) == 0
+        assert main(["resize", "1", str(os.getpid())]) == 0
+        assert main(["resize", "1", str(os.getpid()), "--job", "train.py"]) == 2
 
     with beside(tmp_path, ["0.1"], resize):
         assert play(tmp_path, "0.3=finish", "-n", "1", "--workers", "1:2") == 0
     out, err = capfd.readouterr()
     assert "2 wanted, of 1 to 2" in out
+    assert f"Name the job once. Received: {os.getpid()} and --job train.py" in err
     assert "0 in 2: worker 0, worker 1; worker 1 has come" in out
     assert "This job has 1 to 2 workers. Received: 3" in err
     assert "0 in 3: worker 0; worker 1 is no longer wanted" in out
+
+
+def test_a_worker_that_is_alone_is_explained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It has no hub, and that of the generation before has gone."""
+
+    def explain() -> None:
+        end = time.monotonic() + 10.0
+        while (job := find_job()).address != job.door:
+            assert time.monotonic() < end, "the hub of two workers is still what is asked"
+            threading.Event().wait(0.01)
+        assert main(["explain", "--job", str(os.getpid())]) == 0
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    with beside(tmp_path, ["0.2"], explain):
+        assert play(tmp_path, "1.1=137,0.1=lose", "--workers", "1:2", "--restarts", "0") == 143
+    out, err = capfd.readouterr()
+    assert "There is no hub: one worker is alone, or they have not met yet." in out
+    assert "\nworker 0 trains\n2 wanted, of 1 to 2\n" in out
+    assert "worker 1 was killed by signal 9 (SIGKILL). The job goes on without it." in err
+    assert "worker 0 ended with exit code 143.\n" in err  # and not that the job goes on
 
 
 def test_a_frozen_worker_is_killed_and_replaced(
@@ -128,9 +178,48 @@ def test_a_frozen_worker_is_killed_and_replaced(
     )
     plan = "1.1=freeze,0.1=lose,0.3=finish,2.3=finish"
     assert play(tmp_path, plan, "--workers", "1:2", "--restarts", "1") == 0
-    out = capfd.readouterr().out
-    assert "0 in 2: worker 0; worker 1 was killed by signal 9 (SIGKILL)" in out
+    out, err = capfd.readouterr()
+    assert "worker 1 is ended. The others wait for it to stop, as workers come or go." in err
+    assert "0 in 2: worker 0; worker 1 was ended, because it did not stop with the others" in out
     assert "2 in 3: worker 0, worker 1; worker 1 has come" in out
+
+
+def test_a_worker_that_is_busy_on_its_own_is_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 is lost while worker 2 evaluates, say: its thread still speaks with the hub."""
+    monkeypatch.setattr(
+        WorkerLimits, "__init__", functools.partialmethod(_hasty, WorkerLimits.__init__)
+    )
+    plan = "0.1=lose,1.1=137,2.1=busy,0.2=finish,2.2=finish"
+    assert play(tmp_path, plan, "--workers", "2:3", "--restarts", "0", "--wait", "5") == 0
+    out, err = capfd.readouterr()
+    assert "is ended" not in err
+    assert "0 in 2: worker 0, worker 2; worker 1 was killed by signal 9 (SIGKILL)" in out
+
+
+def test_a_worker_that_freezes_while_the_others_come_to_their_end_is_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one does the end of the training again: it may have had to export the model."""
+    monkeypatch.setattr(silent_members, "_LEAST", 0.5)
+    monkeypatch.setattr(idleness, "_SECONDS", 0.3)
+    options = ("--workers", "1:2", "--restarts", "0")
+    assert play(tmp_path, "0.1=end,1.1=halt,0.2=finish", *options) == 0
+    out, err = capfd.readouterr()
+    assert "worker 1 is ended. Nothing has been heard of worker 1 (pid" in err
+    assert "0 in 2: worker 0; worker 1 was ended, because nothing was heard of it at the end" in out
+
+
+def test_a_job_of_which_a_worker_is_lost_after_the_training_has_not_succeeded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What it had left to do is done by none, so the job must not end as if it were."""
+    assert play(tmp_path, "0.1=fall,1.1=finish", "--workers", "1:2") == 137
+    assert (
+        "The training has ended, but not all that follows it has been done: "
+        "worker 0 was killed by signal 9 (SIGKILL)."
+    ) in capfd.readouterr().err
 
 
 def _hasty(self: Any, before: Any, *args: Any, **how: Any) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from phalanx.errors import InvalidValueError
-from phalanx.job.elastic.membership import (
+from phalanx.job.elastic.membership import ElasticMembership
+from phalanx.job.elastic.orders import (
     Again,
     Begin,
-    ElasticMembership,
     End,
     Fail,
     Order,
@@ -22,6 +23,7 @@ from phalanx.job.elastic.membership import (
 )
 
 LAST = 6  # steps of a training
+DEADLINE = 100.0
 
 
 @dataclass
@@ -44,9 +46,14 @@ class World:
         self.now = 0.0
         self.alive: dict[int, Process] = {}
         self.members: dict[int, Process] = {}  # of the generation, dead or alive
+        self.lost: set[int] = set()  # those of them that are dead
         self.checkpoint: list[int] = []
         self.count = 0
         self.asked = self.made = False
+        self.heard = 0.0  # when all were known to run
+        self.stopped = math.inf  # when the first member has left its generation
+        self.leaving: set[int] = set()  # those that want to leave, or shall
+        self.left_to_spawn = limits.replacements
         self.results: list[list[int]] = []
         self.failure: str | None = None
         for _ in range(size):
@@ -70,13 +77,16 @@ class World:
                 case Release(worker, why):
                     process = self.alive.pop(worker)
                     if why == "finished":
+                        assert process.place == "finished"
+                        assert not self.lost, "what a lost member had to do at the end is not done"
                         self.results.append(process.applied)
                     else:
                         assert process.place == "waiting"
                 case Spawn(count):
                     for _ in range(count):
                         self.spawn()
-                case End(worker):
+                case End(worker, _):
+                    assert self.silent > self.job.limits.stopping - 1.0 or self.waited > DEADLINE - 1.0
                     self.die(worker)
                 case Fail(text):
                     assert self.failure is None
@@ -105,19 +115,22 @@ class World:
             process.applied, process.begun = list(state), len(state)
             process.place, process.holds = "running", False
         self.members, self.asked = {p.number: p for p in members}, False
+        self.lost.clear()
+        self.stopped = math.inf
 
     # -- what can happen -------------------------------------------------------------------------
 
     def step(self, process: Process) -> None:
         """Begin a step, or end it: that needs all members to have begun it."""
-        if process.place != "running" or self.failed:
+        if process.place != "running":
             return
-        if process.begun == len(process.applied):
-            if process.begun == LAST:
-                process.place = "finished"
-                self.do(self.job.finished(process.number, LAST, self.now))
-            else:
-                process.begun += 1
+        if len(process.applied) == LAST:  # which needs no others any more
+            process.place = "finished"
+            self.do(self.job.finished(process.number, LAST, self.now))
+        elif self.failed:
+            return
+        elif process.begun == len(process.applied):
+            process.begun += 1
         elif all(p.begun >= process.begun for p in self.members.values()):
             process.applied.append(len(process.applied))
             self.made = True
@@ -137,6 +150,7 @@ class World:
             if agreed and self.spread:
                 self.checkpoint = list(process.applied)
             process.place, process.holds = "waiting", not self.spread
+            self.stopped = min(self.stopped, self.now)
             done = len(process.applied)
             self.do(self.job.stopped(process.number, done, process.holds, self.now))
 
@@ -147,6 +161,7 @@ class World:
 
     def die(self, number: int) -> None:
         if self.alive.pop(number, None) is not None:
+            self.lost |= {number} & set(self.members)
             self.do(self.job.gone(number, "was killed", self.now))
 
     def tear(self, ahead: int) -> None:
@@ -162,7 +177,43 @@ class World:
         self.step(members[ahead % len(members)])
         self.die(members[(ahead + 1) % len(members)].number)
 
+    def approach_the_end(self) -> None:
+        """All make all steps, unless one is lost or shall stop."""
+        for _ in range(2 * LAST):
+            for process in list(self.members.values()):
+                if process.place == "running" and len(process.applied) < LAST:
+                    self.step(process)
+
+    def wait(self, seconds: float, heard: bool) -> None:
+        self.now += seconds
+        self.heard = self.now if heard else self.heard
+        self.do(self.job.tick(self.now, self.alive if heard else []))
+
+    @property
+    def waited(self) -> float:
+        """For how long a member of the generation has waited for the others to stop."""
+        return self.now - self.stopped
+
+    @property
+    def silent(self) -> float:
+        """For how long nothing was heard of the others since."""
+        return self.now - max(self.heard, self.stopped)
+
+    def check_that_enough_stay(self) -> None:
+        """As long as workers may be started in place of others, there are not less than the least."""
+        staying = set(self.alive) - self.leaving
+        enough = len(staying) >= self.job.limits.minimum
+        assert enough or self.left_to_spawn == 0 or self.job.is_over
+
     def move(self, kind: str, which: int) -> None:
+        before = self.count
+        self._move(kind, which)
+        if kind != "resize":
+            self.left_to_spawn -= self.count - before
+            assert self.left_to_spawn >= 0
+        self.check_that_enough_stay()
+
+    def _move(self, kind: str, which: int) -> None:
         self.now += 0.25
         if self.job.is_over or not self.alive:
             return
@@ -171,15 +222,24 @@ class World:
             self.die(process.number)
         elif kind == "tear":
             self.tear(which)
+        elif kind == "end":
+            self.approach_the_end()
         elif kind == "leave":
+            self.leaving.add(process.number)
             self.do(self.job.leaves(process.number, self.now))
+        elif kind == "vanish":  # after a notice that its process did not take
+            self.lost |= {process.number} & set(self.members)
+            del self.alive[process.number]
+            self.do(self.job.gone(process.number, "was killed", self.now, left=True))
         elif kind == "resize":
             limits = self.job.limits
             size = limits.minimum + which % (limits.maximum - limits.minimum + 1)
-            self.do(self.job.resize(size, self.now))
+            orders = self.job.resize(size, self.now)
+            about = self.job.describe()
+            self.leaving |= {int(name.split()[1]) for name, doing in about if "leave" in doing}
+            self.do(orders)
         elif kind == "wait":
-            self.now += 10.0 * which
-            self.do(self.job.tick(self.now))
+            self.wait(10.0 * which, heard=which % 2 == 0)
         else:
             {"step": self.step, "stop": self.stop, "arrive": self.arrive}[kind](process)
 
@@ -192,14 +252,12 @@ class World:
                 for act in (self.arrive, self.stop, self.step):
                     if process.number in self.alive:
                         act(process)
-            self.now += 5.0
-            self.do(self.job.tick(self.now))
+            self.wait(5.0, heard=False)
         raise AssertionError(f"the job does not end: {self.job.describe()}")
 
 
-KINDS = (
-    ["step"] * 6 + ["stop"] * 3 + ["arrive"] * 3 + ["die", "tear", "tear", "leave", "resize", "wait"]
-)
+KINDS = ["step"] * 6 + ["stop"] * 3 + ["arrive"] * 3
+KINDS += ["die", "tear", "tear", "leave", "leave", "vanish", "resize", "wait", "end"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -209,6 +267,7 @@ KINDS = (
     replacements=st.integers(0, 2),
     spread=st.booleans(),
     together=st.booleans(),
+    reclaimed=st.booleans(),
     moves=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), min_size=20, max_size=80),
 )
 def test_every_step_counts_once_whatever_happens(
@@ -217,17 +276,22 @@ def test_every_step_counts_once_whatever_happens(
     replacements: int,
     spread: bool,
     together: bool,
+    reclaimed: bool,
     moves: list[tuple[str, int]],
 ) -> None:
     least, most = bounds
-    limits = WorkerLimits(least, most, replacements, patience=60.0, stopping=20.0)
+    limits = WorkerLimits(least, most, replacements, 60.0, stopping=20.0, deadline=DEADLINE)
     world = World(limits, min(most, least + first), spread)
     if together:  # else it takes many moves until they train
         for process in list(world.alive.values()):
             world.arrive(process)
     for kind, which in moves:
         world.move(kind, which)
+    count = world.count
+    if reclaimed:
+        world.do(world.job.all_leave(world.now))
     world.drain()
+    assert not reclaimed or world.count == count
     assert all(result == list(range(LAST)) for result in world.results)
     if world.failure is not None:
         assert not world.results
@@ -257,6 +321,31 @@ def test_a_lost_worker_is_named_when_too_few_are_left() -> None:
     assert isinstance(order, Fail)
     assert "needs at least 2 workers and has 1 (worker 0)" in order.text
     assert "worker 1 was killed by signal 9 (SIGKILL)" in order.text
+
+
+def test_all_who_are_missed_are_named_when_too_few_are_left() -> None:
+    """Also those who were lost in earlier generations, but not the one in whose place another is."""
+    job, _ = start(WorkerLimits(2, 4, replacements=1, patience=5.0), 4)
+    job.gone(3, "was killed by signal 11", 2.0)
+    for worker in (0, 1, 2):
+        job.stopped(worker, 3, True, 2.1)
+    job.started(4, "worker 3", 2.2)
+    job.arrived(4, 2.3)
+    for worker in (0, 1, 2):
+        job.stopped(worker, 4, True, 2.4)
+    job.leaves(1, 3.0)
+    for worker in (0, 1, 2, 4):
+        job.stopped(worker, 5, True, 3.1)
+    job.gone(4, "was killed by signal 9", 4.0)
+    job.stopped(0, 6, True, 4.1)
+    job.stopped(2, 6, True, 4.1)
+    job.gone(2, "was killed by signal 6", 5.0)
+    job.stopped(0, 6, True, 5.1)
+    [order] = job.tick(10.2)
+    assert isinstance(order, Fail)
+    assert "has 1 (worker 0): worker 1 has left; worker 3 was killed by signal 9; " in order.text
+    assert "worker 2 was killed by signal 6." in order.text
+    assert "signal 11" not in order.text
 
 
 @pytest.mark.parametrize("recoverable", [True, False])
@@ -328,7 +417,34 @@ def test_a_worker_that_says_nothing_is_ended() -> None:
     job, _ = start(WorkerLimits(1, 2, stopping=4.0), 2)
     assert job.stopped(0, 3, True, 2.0) == []  # the hub has named worker 1, which is frozen
     assert job.tick(5.0) == []
-    assert job.tick(6.0) == [End(1)]
+    [order] = job.tick(6.0)
+    assert isinstance(order, End)
+    assert order.worker == 1
+    assert "Nothing has been heard of it for 4 seconds" in order.why
+    assert job.tick(7.0) == []  # it is being ended
+    [order] = job.gone(1, "was killed by signal 9", 7.1)
+    assert isinstance(order, Begin)
+    assert order.generation.reason == "worker 1 was ended, because it did not stop with the others"
+
+
+def test_a_worker_that_is_busy_on_its_own_is_waited_for_until_the_deadline() -> None:
+    job, _ = start(WorkerLimits(1, 3, stopping=4.0, deadline=60.0), 3)
+    assert job.gone(2, "was killed", 2.0) == []
+    assert job.stopped(0, 3, True, 2.0) == []
+    assert job.is_stopping
+    for now in range(3, 62):
+        assert job.tick(now, [1]) == []
+    [order] = job.tick(62.0, [1])
+    assert isinstance(order, End)
+    assert "for 60 seconds, the deadline (PHALANX_DEADLINE)" in order.why
+
+
+def test_a_worker_that_was_heard_of_and_then_no_more_is_ended() -> None:
+    job, _ = start(WorkerLimits(1, 2, stopping=4.0), 2)
+    assert job.stopped(0, 3, True, 2.0) == []
+    assert job.tick(5.0, [1]) == []
+    assert job.tick(8.9) == []
+    assert len(job.tick(9.0)) == 1
 
 
 def test_one_that_has_finished_comes_back_for_one_that_has_not() -> None:
@@ -339,6 +455,97 @@ def test_one_that_has_finished_comes_back_for_one_that_has_not() -> None:
     [order] = job.stopped(0, 10, True, 2.3)
     assert isinstance(order, Begin)
     assert (order.generation.step, order.generation.source) == (10, 0)
+
+
+def test_a_job_that_a_worker_leaves_does_not_come_below_its_minimum() -> None:
+    job, _ = start(WorkerLimits(2, 3, replacements=1), 2)
+    assert job.leaves(1, 2.0) == [Stop((0, 1), save=True), Spawn(1)]
+    assert job.target == 2
+    job.started(2, "worker 2", 2.1)
+    assert job.stopped(0, 4, True, 2.2) == []
+    assert job.stopped(1, 4, True, 2.3) == [Release(1, "left")]
+    [order] = job.arrived(2, 3.0)
+    assert isinstance(order, Begin)
+    assert (order.generation.members, order.generation.step) == ((0, 2), 4)
+    assert job.leaves(0, 4.0) == [Stop((0, 2), save=True)]  # it takes as many as may be lost
+
+
+def test_a_job_with_enough_workers_gets_none_for_one_that_leaves() -> None:
+    job, _ = start(WorkerLimits(1, 3, replacements=3), 3)
+    assert job.leaves(2, 2.0) == [Stop((0, 1, 2), save=True)]
+    assert job.gone(1, "was killed", 2.1, left=True) == []
+    assert job.target == 1
+    assert job.resize(3, 3.0) == [Spawn(2)]
+
+
+@pytest.mark.parametrize("recoverable", [True, False])
+def test_the_only_one_waits_for_the_one_in_its_place_unless_a_checkpoint_has_the_state(
+    recoverable: bool,
+) -> None:
+    job = ElasticMembership(WorkerLimits(1, 2, replacements=1), 1)
+    job.started(0, "worker 0", 0.0)
+    job.arrived(0, 1.0, recoverable)
+    assert job.leaves(0, 2.0) == [Stop((0,), save=True), Spawn(1)]
+    orders = job.stopped(0, 4, True, 2.1)
+    assert orders == ([Release(0, "left")] if recoverable else [])
+    job.started(1, "worker 1", 2.2)
+    assert job.tick(100.0) == []
+    [order] = job.arrived(1, 100.1, recoverable)
+    assert isinstance(order, Begin)
+    assert order.generation.members == ((1,) if recoverable else (0, 1))
+
+
+def test_when_all_leave_none_is_started() -> None:
+    """Not even one that was asked for when the notice of one came before the notice to all."""
+    job, _ = start(WorkerLimits(2, 2, replacements=3), 2)
+    assert job.leaves(1, 2.0) == [Stop((0, 1), save=True), Spawn(1)]
+    assert job.all_leave(2.1) == []
+    job.started(2, "worker 1", 2.2)
+    assert job.stopped(0, 4, True, 2.3) == []
+    assert job.stopped(1, 4, True, 2.4) == [Release(0, "left"), Release(1, "left")]
+    assert job.gone(2, "was killed", 2.5) == []
+
+
+@pytest.mark.parametrize("lost", ["while it was at the end", "when it had come to its end"])
+def test_the_end_is_done_again_for_a_member_that_is_lost_before_all_have_done_it(lost: str) -> None:
+    """The first exports the model, say, in the training function or after it."""
+    job, _ = start(WorkerLimits(1, 2), 2)
+    if lost == "when it had come to its end":
+        assert job.finished(0, 10, 2.0) == []
+        assert job.gone(0, "was killed", 2.1) == []
+        orders = job.finished(1, 10, 2.2)
+    else:
+        assert job.finished(1, 10, 2.0) == []
+        orders = job.gone(0, "was killed", 2.1)
+    assert orders == [Again(1)]
+    [order] = job.stopped(1, 10, True, 2.3)
+    assert isinstance(order, Begin)
+    assert (order.generation.members, order.generation.step) == ((1,), 10)
+    assert job.finished(1, 10, 2.4) == [Release(1, "finished")]
+    assert job.is_over
+
+
+def test_one_that_is_still_being_started_does_not_keep_up_a_job_that_is_over() -> None:
+    """It may be frozen while it imports the program."""
+    job, _ = start(WorkerLimits(1, 2, stopping=30.0), 1)
+    job.resize(2, 1.5)
+    job.started(1, "worker 1", 2.0)
+    assert job.finished(0, 10, 3.0) == [Release(0, "finished")]
+    assert job.tick(4.0) == job.tick(33.0) == []
+    [order] = job.tick(34.1)
+    assert isinstance(order, End)
+    assert (order.worker, "The training has ended" in order.why) == (1, True)
+    assert job.tick(60.0) == []
+
+
+def test_a_network_that_comes_and_goes_is_told_of_once() -> None:
+    job, _ = start(WorkerLimits(1, 2), 2)
+    job.reconnected(1)
+    job.reconnected(1)
+    job.stopped(1, 3, True, 4.0)
+    [order] = job.stopped(0, 3, True, 4.1)
+    assert isinstance(order, Begin)
+    assert order.generation.reason == "worker 1 had lost its connections"
 
 
 def test_the_last_one_hands_its_state_over_before_it_leaves() -> None:
@@ -356,6 +563,7 @@ def test_the_last_one_hands_its_state_over_before_it_leaves() -> None:
     assert released == Release(0, "left")
     assert isinstance(begun, Begin)
     assert begun.generation.members == (1,)
+    assert begun.generation.reason == "worker 0 has left"
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:

@@ -17,13 +17,15 @@ import pytest
 from tests.processes import wait_until
 
 from phalanx import errors
-from phalanx.job.hub.client import Member
+from phalanx.job.hub import silent_members
+from phalanx.job.hub.client import Member, versions
+from phalanx.job.hub.connect import connect_to_hub
 from phalanx.job.hub.descriptions import Failure, Task
 from phalanx.job.hub.server import Hub
 from phalanx.job.observer import Observer
 from phalanx.job.watchdog import Observation, WaitPolicy, Watchdog
 from phalanx.net.addresses import listen, split_address
-from phalanx.net.framing import ProtocolError
+from phalanx.net.framing import Limits, Message, ProtocolError, encode
 from phalanx.runtime.deadlines import STUCK_EXIT_CODE
 
 TOKEN = "a token for tests"
@@ -281,6 +283,27 @@ def test_the_launcher_tells_how_a_process_ended():
         assert "was killed by signal 11 (SIGSEGV)" in failures(members[:1])[0]
         hub.exited(Task("worker", 0), 3)
         assert hub.failure.kind == "died"
+
+
+def test_the_launcher_is_told_whom_the_others_need_not_wait_for(monkeypatch):
+    monkeypatch.setattr(silent_members, "_LEAST", 0.5)
+    told = []
+
+    def abandoned(member):
+        told.append(member)
+        return len(told) == 2  # it is told until it is settled
+
+    with job(2, joined=1, abandoned=abandoned) as (hub, (member,)):
+        frozen = connect_to_hub(hub.address, TOKEN, 20)  # it joins, and then says nothing more
+        join = {"type": "join", "task_type": "worker", "task_id": 1, "pid": 7, "host": "here"}
+        frozen.sendall(b"".join(encode(Message({**join, **versions(), "cluster": ""}), Limits())))
+        with contextlib.closing(frozen):
+            member.wait_joined(20)
+            member.come_to_end(0.5)
+            wait_until(lambda: len(told) == 2)
+    assert told[0] == told[1]
+    assert (str(told[0].task), told[0].pid) == ("worker 1", 7)
+    assert "Nothing has been heard of worker 1 (pid 7 on here) for 0.5 seconds" in told[0].why
 
 
 def test_a_forked_child_does_not_keep_the_connection_open():

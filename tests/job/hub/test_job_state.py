@@ -462,10 +462,71 @@ def test_a_frozen_one_is_named_at_the_deadline_without_its_stack(is_frozen):
     assert ("silent for 10 seconds" in text) == is_frozen
 
 
+# -- frozen members at the end ---------------------------------------------------------------------
+
+
+def given_up(job, seconds, *heard, step=0.5):
+    """Who is given up while time passes, in which some members are heard of."""
+    found = []
+    for _ in range(round(seconds / step)):
+        job.now += step
+        for rank in heard:
+            job.say(rank, {"type": "status", "phase": "step"})
+        found += [(x.task, x.why) for x in job.state.abandoned(job.now)]
+    return found
+
+
+def test_a_silent_member_is_given_up_when_all_others_have_come_to_their_end():
+    job = Job(3)
+    job.say(2, {"type": "status", "phase": "step", "site": "train.py:7"})
+    job.say(0, {"type": "end", "patience": 4.0})
+    assert given_up(job, 60, 0, 1) == []  # worker 1 trains
+    job.say(1, {"type": "end", "patience": 6.0})
+    job.say(1, {"type": "leave"})
+    assert given_up(job, 60, 2) == []  # worker 2 is heard of, however long it takes
+    assert given_up(job, 5.5, 0) == []
+    ((task, why),) = given_up(job, 0.5, 0)
+    assert task == Task("worker", 2, "host2:2222")
+    assert "Nothing has been heard of worker 2 (pid 102 on h2) for 6 seconds" in why
+    assert "It was at train.py:7." in why
+    assert len(given_up(job, 1, 0)) == 2  # as long as it is so
+    assert given_up(job, 60, 2) == []
+
+
+def test_a_member_that_freezes_after_it_has_come_to_its_end_is_given_up() -> None:
+    job = Job(2)
+    for rank in (0, 1):
+        job.say(rank, {"type": "end", "patience": 8.0})
+    assert given_up(job, 60, 0, 1) == []  # they may wait for each other at a door
+    job.say(0, {"type": "leave"})
+    assert given_up(job, 7.5) == []
+    assert [str(task) for task, _ in given_up(job, 0.5)] == ["worker 1"]
+
+
+def test_time_in_which_the_hub_did_not_run_does_not_count_against_members():
+    job = Job(2)
+    job.say(0, {"type": "end", "patience": 5.0})
+    assert given_up(job, 2) == []
+    assert given_up(job, 3600, step=3600) == []  # the machine slept, and this is a look after it
+    assert [str(task) for task, _ in given_up(job, 2, 0)] == ["worker 1"]
+
+
+def test_members_that_have_not_come_yet_are_not_given_up():
+    job = Job(3, joined=2)
+    job.say(0, {"type": "end", "patience": 1.0})
+    assert given_up(job, 60) == []
+
+
+def test_a_job_without_a_member_at_its_end_gives_none_up():
+    assert given_up(Job(2), 3600) == []
+
+
 @pytest.mark.parametrize(
     "message",
     [
         {},
+        {"type": "end"},
+        {"type": "end", "patience": "long"},
         {"type": "nonsense"},
         {"type": "join"},
         {"type": "join", "task_type": "worker", "task_id": "x"},

@@ -7,7 +7,7 @@ import signal
 import pytest
 from hypothesis import given, strategies as st
 
-from phalanx.job.launch.exit_policy import EndReason, ExitPolicy, Patience
+from phalanx.job.launch.exit_policy import ElasticExitPolicy, EndReason, ExitPolicy, Patience
 from phalanx.job.launch.worker_process import shell_code
 
 INT, TERM, KILL = int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGKILL)
@@ -206,3 +206,41 @@ def test_whatever_happens(events: list[tuple[str, int, int]], essential: list[bo
         code = ending.codes[ending.first_failure]
         assert code
         assert ending.exit_code == shell_code(code)
+
+
+@pytest.mark.parametrize("replaced", [None, 1, 0])
+def test_a_job_that_cannot_go_on_has_the_code_of_the_last_worker_that_was_lost(
+    replaced: int | None,
+) -> None:
+    """Whatever becomes of the one that is started in its place."""
+    ending = ElasticExitPolicy(2)
+    ending.starts(0)
+    ending.starts(1)
+    ending.exited(1, -9, 1.0)
+    if replaced is not None:
+        ending.starts(1)
+    ending.fail(2.0)
+    if replaced is not None:
+        ending.exited(1, replaced, 3.0)
+    ending.exited(0, 1, 3.0)
+    assert (ending.first_failure, ending.exit_code, ending.succeeded) == (1, 137, False)
+
+
+def test_a_job_of_which_a_worker_was_lost_after_the_training_has_its_code() -> None:
+    """Also if others succeed, and another one is lost later, which was not let in any more."""
+    ending = ElasticExitPolicy(3)
+    for place in range(3):
+        ending.starts(place)
+    ending.exited(1, -9, 1.0)
+    ending.misses(-9)
+    ending.exited(2, 143, 2.0)
+    ending.exited(0, 0, 3.0)
+    assert (ending.reason, ending.exit_code, ending.succeeded) == (None, 137, False)
+
+
+def test_a_job_for_which_too_few_workers_came_fails_without_one_to_blame() -> None:
+    ending = ElasticExitPolicy(2)
+    ending.starts(0)
+    ending.fail(2.0)
+    ending.exited(0, -15, 3.0)
+    assert (ending.first_failure, ending.exit_code) == (None, 1)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import stat
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.processes import wait_gone
 
+from phalanx.job.hub import silent_members
 from phalanx.job.hub.descriptions import Failure, Task
 from phalanx.job.hub.server import Hub
+from phalanx.job.launch import idleness
 from phalanx.job.launch.exit_policy import EndReason, Patience
 from phalanx.job.launch.launcher import Hosts, Job, JobOutcome, judge, run_job
 from phalanx.job.launch.process_group import GroupOutcome
@@ -49,6 +53,9 @@ class View:
 
     def goes_on(self, task: Task, code: int) -> None:
         self.changes.append(f"without {task}: {code}")
+
+    def kills(self, task: Task, why: str) -> None:
+        self.changes.append(f"{task} is ended: {why}")
 
     def failed(self, outcome: JobOutcome, again: bool) -> None:
         self.failures.append((outcome, again))
@@ -276,6 +283,59 @@ def test_restarts_start_everything_anew() -> None:
     assert len({json.dumps(r[1]) for r in rows}) == 3
     assert len({r[2] for r in rows}) == 3
     assert len(set(view.hubs)) == 3
+
+
+FROZEN_AT_ITS_END = """
+import json, os, signal, sys
+from phalanx.job.hub.client import Member
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+member = Member(os.environ["PHALANX_HUB"], os.environ["PHALANX_TOKEN"], "worker", task["index"])
+member.wait_joined(60)
+freezes = task["index"] == 1 and os.environ["PHALANX_RESTART"] == "0"
+if freezes and sys.argv[1] == "before":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if task["index"] == 1 and sys.argv[1] == "computes":
+    sum(range(5 * 10**8))  # without a moment for other threads
+member.come_to_end(0.5)
+if sys.argv[1] == "after":
+    member.meet("the others, when all were heard", 60)
+    if freezes:
+        os.kill(os.getpid(), signal.SIGSTOP)
+member.leave()
+"""
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members are given up soon when nothing is heard of them."""
+    monkeypatch.setattr(silent_members, "_LEAST", 0.5)
+    monkeypatch.setattr(idleness, "_SECONDS", 0.3)
+
+
+def ending(how: str) -> Job:
+    return replace(job(FROZEN_AT_ITS_END), argv=[sys.executable, "-c", FROZEN_AT_ITS_END, how])
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_worker_that_computes_is_not_ended_although_nothing_is_heard_of_it() -> None:
+    view = View()
+    assert run_job(ending("computes"), view).exit_code == 0
+    assert view.changes == []
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_job_in_which_only_a_frozen_worker_is_left_comes_to_its_end(when: str) -> None:
+    program = ending(when)
+    view = View()
+    outcome = run_job(program, view)
+    assert (outcome.exit_code, str(outcome.culprit)) == (137, "worker 1")
+    assert outcome.processes.by_itself == [True, False]
+    assert outcome.failure is not None
+    assert "worker 1" in outcome.failure.text
+    (said,) = view.changes
+    assert re.match(r"worker 1 is ended: Nothing .* worker 1 \(pid \d+ .*\) for 0.5 seconds", said)
+    assert run_job(replace(program, restarts=1), view).exit_code == 0
 
 
 def test_restarts_end() -> None:

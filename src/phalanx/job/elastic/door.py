@@ -10,15 +10,15 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from phalanx.errors import InvalidValueError
 from phalanx.job.elastic.letters import Letters
-from phalanx.job.elastic.membership import (
+from phalanx.job.elastic.membership import ElasticMembership
+from phalanx.job.elastic.orders import (
     Again,
     Begin,
-    ElasticMembership,
     End,
     Fail,
     Generation,
@@ -30,14 +30,15 @@ from phalanx.job.elastic.membership import (
 from phalanx.job.hub import fields
 from phalanx.job.hub.descriptions import Failure, Task
 from phalanx.job.hub.server import Hub
+from phalanx.job.hub.silent_members import Abandoned
 from phalanx.net.addresses import join_address, listen
-from phalanx.net.client import connect
+from phalanx.net.client import RequestClient, connect
 from phalanx.net.connection import Connection
 from phalanx.net.event_loop import EventLoop
 from phalanx.net.framing import Message
 from phalanx.net.listener import Listener
 
-__all__ = ["DOOR", "Door", "DoorDisplay", "Host"]
+__all__ = ["DOOR", "Door", "DoorDisplay", "Host", "ask_door", "connect_to_door"]
 
 DOOR = {"service": "door"}
 """What connections of workers that wait are for."""
@@ -52,8 +53,11 @@ class Host(Protocol):
     def spawn(self, count: int) -> None:
         """Start so many workers more."""
 
-    def end(self, worker: int) -> None:
-        """Kill the process of a worker."""
+    def end(self, worker: int, why: str) -> None:
+        """Kill the process of a worker, and say why."""
+
+    def finished(self, worker: int) -> None:
+        """A worker is told that the training has ended; what is left to do, none does in its place."""
 
     def failed(self, text: str) -> None:
         """The job cannot go on."""
@@ -63,6 +67,9 @@ class Host(Protocol):
 
     def cause_of_death(self, worker: int) -> int | None:
         """The exit code of a worker that may have ended."""
+
+    def is_idle(self, pid: int) -> bool:
+        """Whether a process has not computed since the last look; called in the thread of a hub."""
 
 
 class DoorDisplay(Protocol):
@@ -138,14 +145,14 @@ class Door:
         """The process of a worker has been started."""
         self._loop.call(lambda: self._started(worker, name))
 
-    def exited(self, worker: int, code: int, how: str, replace: bool) -> None:
-        """The process of a worker has ended."""
+    def exited(self, worker: int, code: int, how: str, replace: bool, left: bool = False) -> None:
+        """The process of a worker has ended; see `ElasticMembership.gone`."""
 
         def tell() -> None:
             for task, number in self._tasks.items():
                 if number == worker and self._hub is not None:
                     self._hub.exited(task, code)
-            self._do(self._state.gone(worker, how, time.monotonic(), replace))
+            self._do(self._state.gone(worker, how, time.monotonic(), replace, left))
 
         self._loop.call(tell)
 
@@ -155,12 +162,7 @@ class Door:
 
     def all_leave(self) -> None:
         """All machines will be taken away."""
-
-        def tell() -> None:
-            for worker in self._state.alive:
-                self._do(self._state.leaves(worker, time.monotonic()))
-
-        self._loop.call(tell)
+        self._loop.call(lambda: self._do(self._state.all_leave(time.monotonic())))
 
     def resize(self, size: int) -> None:
         """As many workers are wanted."""
@@ -255,7 +257,16 @@ class Door:
     # -- orders ----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self._do(self._state.tick(time.monotonic()))
+        heard = self._heard() if self._state.is_stopping else []
+        self._do(self._state.tick(time.monotonic(), heard))
+
+    def _heard(self) -> list[int]:
+        """The members of this generation whose processes run, as far as its hub knows."""
+        if self._hub is None:
+            return []
+        rows = self._hub.table().rows
+        pairs = zip(self._tasks.values(), rows, strict=True)
+        return [n for n, row in pairs if row["state"] == "joined" and not row["quiet"]]
 
     def _do(self, orders: Sequence[Order]) -> None:
         for order in orders:
@@ -268,11 +279,13 @@ class Door:
                 case Again(worker):
                     self._send(worker, {"type": "again"})
                 case Release(worker, why):
+                    if why == "finished":
+                        self._launcher.finished(worker)
                     self._send(worker, {"type": "release", "why": why})
                 case Spawn(count):
                     self._launcher.spawn(count)
-                case End(worker):
-                    self._launcher.end(worker)
+                case End(worker, why):
+                    self._launcher.end(worker, why)
                 case Fail(text):
                     for worker in list(self._letters):
                         self._send(worker, {"type": "failure", "text": text})
@@ -292,8 +305,13 @@ class Door:
         self._tasks = dict(zip(tasks, generation.members, strict=True))
         old, self._hub = self._hub, None
         if len(tasks) > 1:
-            self._hub = Hub(tasks, self._token, self._host, cause_of_death=self._cause_of_death)
-            self._hub.start()
+            self._hub = Hub(
+                tasks,
+                self._token,
+                self._host,
+                cause_of_death=self._cause_of_death,
+                abandoned=self._ender(generation, dict(self._tasks)),
+            ).start()
         if self._display is not None:
             self._display.generation(generation, names, self._hub)
         about = {
@@ -316,6 +334,26 @@ class Door:
         worker = self._tasks.get(task)
         return None if worker is None else self._launcher.cause_of_death(worker)
 
+    def _ender(
+        self, generation: Generation, workers: Mapping[Task, int]
+    ) -> Callable[[Abandoned], bool]:
+        """Ends the silent members of a generation that is at its end; called in its hub's thread."""
+
+        def end(member: Abandoned) -> None:
+            # After a failure the others go on without it, and it may come back to them.
+            if generation is self._state.generation and self.failure is None:
+                how = "was ended, because nothing was heard of it at the end"
+                self._state.ends(workers[member.task], how)
+                self._launcher.end(workers[member.task], member.why)
+
+        def end_if_idle(member: Abandoned) -> bool:
+            is_idle = self._launcher.is_idle(member.pid)
+            if is_idle:
+                self._loop.call_soon(lambda: end(member))
+            return is_idle
+
+        return end_if_idle
+
     def _retire(self, hub: Hub | None) -> None:
         """Close the hub of a generation that is over, in a thread: it waits for those who leave it."""
         if hub is not None:
@@ -333,3 +371,23 @@ def connect_to_door(address: str, token: str, timeout: float, refusals: float = 
     """Connect to a door, trying again until `timeout` has passed; see `phalanx.net.client.connect`."""
     hint = "It runs in the launcher: phalanx run --workers MIN:MAX. "
     return connect(address, token.encode(), DOOR, timeout, peer="door", hint=hint, refusals=refusals)
+
+
+def ask_door(
+    address: str, token: str, timeout: float, workers: int | None = None
+) -> tuple[list[str], str]:
+    """Ask a door who is there, and tell it before how many workers are wanted, if a number is given.
+
+    Returns:
+        What each worker does, and how many are wanted, in words.
+    """
+    client = RequestClient(connect_to_door(address, token, timeout), "phalanx-ask").start()
+    try:
+        question = {"type": "list"} if workers is None else {"type": "resize", "workers": workers}
+        answer = dict(client.request(question, timeout=timeout).fields)
+    finally:
+        client.close()
+    if "error" in answer:
+        raise InvalidValueError(str(answer["error"]))
+    wanted = f"{answer['wanted']} wanted, of {answer['minimum']} to {answer['maximum']}"
+    return [f"{name} {doing}" for name, doing in answer["workers"]], wanted

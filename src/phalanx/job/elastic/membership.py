@@ -15,131 +15,20 @@ from dataclasses import dataclass
 from enum import Enum
 
 from phalanx.errors import InvalidValueError
+from phalanx.job.elastic.orders import (
+    Again,
+    Begin,
+    End,
+    Fail,
+    Generation,
+    Order,
+    Release,
+    Spawn,
+    Stop,
+    WorkerLimits,
+)
 
-__all__ = [
-    "Again",
-    "Begin",
-    "ElasticMembership",
-    "End",
-    "Fail",
-    "Generation",
-    "Order",
-    "Release",
-    "Spawn",
-    "Stop",
-    "WorkerLimits",
-]
-
-
-@dataclass(frozen=True)
-class WorkerLimits:
-    """How many workers a job has, and how long it waits.
-
-    Args:
-        minimum: with fewer workers no step is made.
-        maximum: more are not let in.
-        replacements: how many workers are started in place of lost ones, in total.
-        patience: seconds to wait for workers while there are fewer than `minimum`.
-        stopping: seconds for a worker to say where it stands after another has said so.
-        gathering: seconds for which one that waits at the door waits for others that are being started,
-            so that all come in together.
-    """
-
-    minimum: int
-    maximum: int
-    replacements: int = 0
-    patience: float = 300.0
-    stopping: float = 30.0
-    gathering: float = 3.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.minimum <= self.maximum:
-            raise InvalidValueError(
-                "An elastic job has at least one worker, and a maximum that is not less. "
-                f"Received: {self.minimum}:{self.maximum}"
-            )
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Workers that train together.
-
-    Args:
-        number: counts generations, from 1.
-        members: the workers, by rank.
-        step: how many steps their state has seen.
-        source: the rank of one that has this state in memory; None if none has, and it comes from a
-            checkpoint or is the beginning.
-        holders: the ranks of all that have it.
-        reason: why there is a new generation.
-    """
-
-    number: int
-    members: tuple[int, ...]
-    step: int
-    source: int | None = None
-    holders: tuple[int, ...] = ()
-    reason: str = ""
-
-
-# -- orders ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Begin:
-    """A generation begins."""
-
-    generation: Generation
-
-
-@dataclass(frozen=True)
-class Stop:
-    """The members shall stop after a step that they agree on, and save a checkpoint if they can."""
-
-    members: tuple[int, ...]
-    save: bool
-
-
-@dataclass(frozen=True)
-class Again:
-    """A worker that has come to its end is needed once more: another one has not."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class Release:
-    """A worker may end: "finished" with the others, "left" as it wanted, or "late" to be let in."""
-
-    worker: int
-    why: str
-
-
-@dataclass(frozen=True)
-class Spawn:
-    """Start so many workers."""
-
-    count: int
-
-
-@dataclass(frozen=True)
-class End:
-    """Kill a worker that does not say where it stands."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class Fail:
-    """The job cannot go on."""
-
-    text: str
-
-
-Order = Begin | Stop | Again | Release | Spawn | End | Fail
-
-
-# -- the state -------------------------------------------------------------------------------------
+__all__ = ["ElasticMembership"]
 
 
 _LATE = "workers have waited for each other too long, but none is lost"
@@ -164,6 +53,8 @@ class _Worker:
     holds: bool = False  # whether it has the state of that step
     recoverable: bool = False  # whether it can restore a checkpoint
     wants_to_leave: bool = False
+    heard: float = 0.0  # when its process was seen to run, while others wait for it
+    ended: str = ""  # how it ends because it is killed from here
 
 
 class ElasticMembership:
@@ -174,6 +65,7 @@ class ElasticMembership:
         size: how many are wanted at first; as many as possible if None.
 
     Examples:
+        >>> from phalanx.job.elastic.orders import WorkerLimits
         >>> job = ElasticMembership(WorkerLimits(1, 2))
         >>> for worker in (0, 1):
         ...     _ = job.started(worker, f"worker {worker}", now=0.0)
@@ -197,11 +89,16 @@ class ElasticMembership:
         self._workers: dict[int, _Worker] = {}
         self._generation: Generation | None = None
         self._replacements = limits.replacements
+        self._ordered = 0  # workers that are to be started, and have not been yet
+        self._all_leave = False
         self._progress = 0  # the largest step that a worker has told of
         self._news: list[str] = []  # what has happened since the generation began
+        self._missed: list[tuple[str, str]] = []  # names of those who are gone, and how
+        self._has_lost = False  # whether a member of this generation is gone
         self._asked: Stop | None = None
         self._stopping_since: float | None = None
         self._short_since: float | None = None
+        self._over_since: float | None = None
         self._begun = 0.0
         self.is_over = False
         """Whether the job has succeeded or failed."""
@@ -236,7 +133,8 @@ class ElasticMembership:
         """The process of a worker has been started; no number is used twice."""
         if not self._workers and self._generation is None:
             self._begun = now
-        self._workers[worker] = _Worker(worker, name)
+        self._workers[worker] = _Worker(worker, name, wants_to_leave=self._all_leave)
+        self._ordered = max(0, self._ordered - 1)
         return []
 
     def arrived(self, worker: int, now: float, recoverable: bool = False) -> list[Order]:
@@ -279,36 +177,53 @@ class ElasticMembership:
     def reconnected(self, worker: int) -> None:
         """The process of a worker is there again, whose connection to the door had closed."""
         found = self._workers.get(worker)
-        if found is not None and found.generation:
-            self._news.append(f"{found.name} had lost its connections")
+        what = f"{found.name} had lost its connections" if found is not None else ""
+        if found is not None and found.generation and what not in self._news:
+            self._news.append(what)
 
     def leaves(self, worker: int, now: float) -> list[Order]:
         """A worker wants to leave after the next common step, as its machine will be taken away."""
         found = self._workers.get(worker)
         if found is None or found.wants_to_leave:
             return []
-        found.wants_to_leave = True
-        self._target = max(1, self._target - 1)
         self._news.append(f"{found.name} wants to leave")
-        return self._settle(now)
+        return self._leave(found, now)
 
-    def gone(self, worker: int, how: str, now: float, replace: bool = True) -> list[Order]:
-        """The process of a worker has ended; `how` says it in words, as "was killed"."""
+    def all_leave(self, now: float) -> list[Order]:
+        """All machines will be taken away: none is started any more."""
+        self._all_leave = True
+        return [order for worker in self.alive for order in self.leaves(worker, now)]
+
+    def gone(
+        self, worker: int, how: str, now: float, replace: bool = True, left: bool = False
+    ) -> list[Order]:
+        """The process of a worker has ended.
+
+        Args:
+            worker: which.
+            how: in words, as "was killed".
+            now: the time.
+            replace: whether another one may be started in its place.
+            left: whether it has ended because of a notice that it could not pass on; see `leaves`.
+        """
         found = self._workers.pop(worker, None)
         if found is None:
             return []
         if found.generation or found.place is _Is.COMING:
-            self._news.append(f"{found.name} {how}")
+            self._news.append(f"{found.name} {found.ended or how}")
+        self._missed.append((found.name, found.ended or how))
+        if self._generation is not None and found.generation == self._generation.number:
+            self._has_lost = True
         if found.wants_to_leave:
-            replace = False
-        elif not replace:
-            self._target = max(1, self._target - 1)
-        orders = self._settle(now)
-        missing = self._target - sum(not w.wants_to_leave for w in self._workers.values())
-        if replace and missing > 0 and self._replacements > 0 and not self.is_over:
-            self._replacements -= 1
-            orders.append(Spawn(1))
-        return [*orders, *self._give_up_if_empty(orders)]
+            orders = self._settle(now)
+        elif left:
+            orders = self._leave(found, now)
+        elif replace:
+            orders = self._settle(now) + self._replace(self._target)
+        else:
+            self._target = max(self.limits.minimum, self._target - 1)
+            orders = self._settle(now)
+        return orders + self._give_up_if_empty()
 
     def resize(self, size: int, now: float) -> list[Order]:
         """As many workers are wanted from now on: more are started, or the last ones leave."""
@@ -322,22 +237,52 @@ class ElasticMembership:
             self._news.append(f"{worker.name} is no longer wanted")
         self._target = size
         orders = self._settle(now)
-        missing = size - len(staying)
-        return [*orders, Spawn(missing)] if missing > 0 and not self.is_over else orders
+        missing = size - len(staying) - self._ordered
+        return orders + self._spawn(missing) if missing > 0 and not self.is_over else orders
 
     def fail(self, text: str) -> list[Order]:
         """The program has failed, and would fail again."""
         return [] if self.is_over else self._fail(text)
 
-    def tick(self, now: float) -> list[Order]:
-        """Time has passed."""
+    def ends(self, worker: int, how: str) -> None:
+        """A worker is killed from here; `how` is what to say of it when it is gone."""
+        if worker in self._workers:
+            self._workers[worker].ended = how
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether some members of a generation have stopped, and wait for the others."""
+        return self._stopping_since is not None
+
+    def tick(self, now: float, heard: Iterable[int] = ()) -> list[Order]:
+        """Time has passed, and the processes of some workers are known to run."""
+        for worker in heard:
+            if worker in self._workers:
+                self._workers[worker].heard = now
         return self._settle(now)
 
     # -- consequences ----------------------------------------------------------------------------
 
+    def _leave(self, worker: _Worker, now: float) -> list[Order]:
+        worker.wants_to_leave = True
+        self._target = max(self.limits.minimum, self._target - 1)
+        return self._settle(now) + self._replace(self.limits.minimum)
+
+    def _replace(self, wanted: int) -> list[Order]:
+        """Start a worker if fewer stay than are wanted, and one more may be started."""
+        staying = sum(not w.wants_to_leave for w in self._workers.values()) + self._ordered
+        if staying >= wanted or not self._replacements or self._all_leave or self.is_over:
+            return []
+        self._replacements -= 1
+        return self._spawn(1)
+
+    def _spawn(self, count: int) -> list[Order]:
+        self._ordered += count
+        return [Spawn(count)]
+
     def _settle(self, now: float) -> list[Order]:
         if self.is_over:
-            return self._turn_away(self._at(_Is.WAITING))
+            return self._turn_away(self._at(_Is.WAITING)) + self._end_coming(now)
         running = self._at(_Is.RUNNING)
         finished = self._at(_Is.FINISHED)
         if running:
@@ -355,9 +300,7 @@ class ElasticMembership:
         number = self._generation.number
         returned = [w for w in self._at(_Is.WAITING) if w.generation == number]
         if returned:  # the generation is over
-            assert self._stopping_since is not None
-            late = now - self._stopping_since >= self.limits.stopping
-            return [End(w.number) for w in running] if late else []
+            return [order for w in running for order in self._end_if_late(w, now)]
         members = [*running, *self._at(_Is.FINISHED)]
         leaving = any(w.wants_to_leave for w in members)
         staying = [w for w in members if not w.wants_to_leave]
@@ -373,21 +316,51 @@ class ElasticMembership:
         self._asked = order
         return [order]
 
+    def _end_if_late(self, worker: _Worker, now: float) -> list[Order]:
+        """Others wait at the door for this one: for how long depends on whether its process runs."""
+        assert self._stopping_since is not None
+        limits, since = self.limits, self._stopping_since
+        silent, longest = now - max(since, worker.heard), max(limits.stopping, limits.deadline)
+        if worker.ended or (silent < limits.stopping and now - since < longest):
+            return []
+        worker.ended = "was ended, because it did not stop with the others"
+        why = (
+            f"Nothing has been heard of it for {limits.stopping:g} seconds"
+            if silent >= limits.stopping
+            else f"It has not done so for {longest:g} seconds, the deadline (PHALANX_DEADLINE)"
+        )
+        return [End(worker.number, f"The others wait for it to stop, as workers come or go. {why}.")]
+
     def _finish(self, finished: list[_Worker]) -> list[Order]:
         assert self._generation is not None
         number = self._generation.number
-        if any(w.generation == number for w in self._at(_Is.WAITING)):
-            for worker in finished:
+        if self._has_lost or any(w.generation == number for w in self._at(_Is.WAITING)):
+            for worker in finished:  # what a lost one had to do at the end is done by another one
                 worker.place = _Is.RUNNING
             return [Again(w.number) for w in finished]
         self.is_over = True
         orders: list[Order] = [Release(w.number, "finished") for w in finished]
         return orders + self._turn_away(self._at(_Is.WAITING))
 
+    def _end_coming(self, now: float) -> list[Order]:
+        """The job is over: what was being started is awaited no longer than members that stop."""
+        if self._over_since is None:
+            self._over_since = now
+        coming = [w for w in self._at(_Is.COMING) if not w.ended]
+        if now - self._over_since < self.limits.stopping:
+            return []
+        for worker in coming:
+            worker.ended = "was ended, because it did not come"
+        why = f"The training has ended, and it has not come within {self.limits.stopping:g} seconds."
+        return [End(worker.number, why) for worker in coming]
+
     def _turn_away(self, waiting: Iterable[_Worker]) -> list[Order]:
         found = list(waiting)
         for worker in found:
             del self._workers[worker.number]
+            if worker.wants_to_leave:
+                self._missed.append((worker.name, "has left"))
+                self._news = self._news or [f"{worker.name} has left"]  # who had to hand over its state
         return [Release(w.number, "left" if w.wants_to_leave else "late") for w in found]
 
     def _begin(self, now: float) -> list[Order]:
@@ -395,19 +368,20 @@ class ElasticMembership:
         orders = self._turn_away(self._may_leave())
         waiting = self._at(_Is.WAITING)
         coming = self._at(_Is.COMING)
-        enough = len(waiting) >= self.limits.minimum
+        staying = [w for w in waiting if not w.wants_to_leave]
+        enough = len(waiting) >= self.limits.minimum and staying
         if self._generation is None and coming and now - self._begun < self.limits.patience:
             return orders  # at the start, all that were started are waited for
         if enough:
             return orders + self._new_generation(waiting)
-        if not waiting and not coming and orders:
+        if not waiting and not coming and not self._ordered and orders:
             return orders  # all have left as they wanted
         if self._short_since is None:
             self._short_since = now
         if now - self._short_since < self.limits.patience:
             return orders
         return orders + self._fail(
-            f"{self._shortage(waiting)} No other came within {self.limits.patience:g} seconds."
+            f"{self._shortage(staying)} No other came within {self.limits.patience:g} seconds."
         )
 
     def _may_leave(self) -> list[_Worker]:
@@ -415,19 +389,23 @@ class ElasticMembership:
         waiting = self._at(_Is.WAITING)
         leaving = [w for w in waiting if w.wants_to_leave]
         staying = [w for w in waiting if not w.wants_to_leave]
-        is_safe = not staying or any(w.holds for w in staying) or all(w.recoverable for w in staying)
+        is_awaited = any(not w.wants_to_leave for w in self._at(_Is.COMING))
+        is_last = not staying and (self._all_leave or not (is_awaited or self._ordered))
+        is_safe = (
+            is_last or any(w.holds for w in staying) or all(w.recoverable for w in staying or leaving)
+        )
         has_room = len(leaving) < self.limits.maximum
         return [] if has_room and not is_safe and any(w.holds for w in leaving) else leaving
 
-    def _give_up_if_empty(self, orders: list[Order]) -> list[Order]:
+    def _give_up_if_empty(self) -> list[Order]:
         """None is left, and none is being started: there is no one to wait for."""
-        if self._workers or self.is_over or any(isinstance(o, Spawn) for o in orders):
+        if self._workers or self._ordered or self.is_over or self._all_leave:
             return []
         return self._fail(f"{self._shortage([])} None is left to go on.")
 
     def _shortage(self, waiting: list[_Worker]) -> str:
         here = ", ".join(w.name for w in waiting) or "none"
-        happened = "; ".join(self._news) or "no worker has come"
+        happened = "; ".join(f"{name} {how}" for name, how in self._missed) or "no worker has come"
         return (
             f"The job needs at least {self.limits.minimum} workers and has {len(waiting)} ({here}): "
             f"{happened}."
@@ -457,7 +435,9 @@ class ElasticMembership:
         )
         for rank, worker in enumerate(members):
             worker.place, worker.generation, worker.order = _Is.RUNNING, number, (0, rank)
-        self._news, self._asked = [], None
+        here = {worker.name for worker in members}  # a name is that of a place, also of later workers
+        self._missed = [(name, how) for name, how in self._missed if name not in here]
+        self._news, self._asked, self._has_lost = [], None, False
         self._stopping_since = self._short_since = None
         return [Begin(self._generation)]
 

@@ -43,6 +43,18 @@ def difference(first: TaskRecord, record: TaskRecord) -> Failure | None:
     return None
 
 
+def not_joined(records: Sequence[TaskRecord], seconds: float) -> Failure:
+    """Some tasks have not come to the start in time."""
+    missing = [record.task for record in records if record.state == "absent"]
+    where = ", ".join(f"{t} ({t.address})" if t.address else str(t) for t in missing)
+    here = ", ".join(str(record) for record in records if record.state == "joined")
+    text = (
+        f"{len(missing)} of {len(records)} workers did not join within {seconds:g} seconds. "
+        f"Missing: {where}. Joined: {here}. Start the missing ones, or look into their output."
+    )
+    return Failure("deadline", text)
+
+
 def finished(ended: Sequence[TaskRecord], record: TaskRecord, site: Any) -> Failure:
     """Some have come to their end while another goes on."""
     names = " and ".join(str(s) for s in ended)

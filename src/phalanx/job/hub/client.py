@@ -338,6 +338,14 @@ class Member:
         answer = self._ask({"type": "table", "every": every}, timeout)
         return WorkerTable(answer["rows"]), bool(answer["first"])
 
+    def come_to_end(self, patience: float) -> None:
+        """Say that this worker has nothing left to do, and for how long it would wait for the others.
+
+        Those who are silent for longer need not be waited for: the launcher ends them.
+        """
+        if not self._closing:
+            self._send({"type": "end", "patience": patience})
+
     def leave(self, timeout: float = 2.0) -> None:
         """Say that this worker has finished, and close the connection."""
         if self._closing:

@@ -18,7 +18,8 @@ from phalanx.errors import InvalidValueError
 from phalanx.job.hub import admission, fields, wait_graph
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit, shorten
 from phalanx.job.hub.program_order import MOST_CODES, Agreement
-from phalanx.job.hub.progress import Frontier, TaskRecord, describe_place
+from phalanx.job.hub.progress import Frontier, TaskRecord, describe_deadline
+from phalanx.job.hub.silent_members import Abandoned, SilentMembers, abandoned
 from phalanx.job.hub.stack_requests import (
     SILENT_PATIENCE,
     STACK_PATIENCE,
@@ -65,6 +66,7 @@ class JobState:
         self._agreement = Agreement(self._records)
         self._progress = Frontier()
         self._stack_requests = StackRequests(self._records)
+        self._silent = SilentMembers()
         self._shown_at = -1e9  # when a member last showed the table
         self.workers_train = False
         """Whether a chief has said that workers do not serve it: they end by themselves."""
@@ -169,6 +171,7 @@ class JobState:
                 "broken": self._broken,
                 "deadline": self._deadline,
                 "stack": self._stack,
+                "end": self._end,
                 "leave": self._leave,
                 "knock": lambda *_: self._to_all({"type": "knock"}),
                 "tell": self._tell,
@@ -221,6 +224,10 @@ class JobState:
     def tick(self, now: float) -> list[Out]:
         """Time has passed: stop waiting for answers that do not come."""
         return self._settle(now)
+
+    def abandoned(self, now: float) -> list[Abandoned]:
+        """The members for which nothing is left to wait; see `SilentMembers`."""
+        return [abandoned(s, self._records) for s in self._silent.look(self._records, now)]
 
     # -- joining ---------------------------------------------------------------------------------
 
@@ -341,6 +348,11 @@ class JobState:
         site = fields.label(message, "site", "")
         return self._fail(admission.finished(left, record, site)) if left else []
 
+    def _end(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
+        """A member has come to its end, and may wait a moment for the others before it leaves."""
+        record.patience = fields.seconds(message, "patience")
+        return []
+
     def _leave(self, record: TaskRecord, message: Mapping[str, Any], now: float) -> list[Out]:
         record.state = "left"
         record.status = {**record.status, "phase": "done"}
@@ -458,27 +470,11 @@ class JobState:
     def _give_up(self, request: StackRequest, now: float) -> list[Out]:
         message = request.deadline or {}
         late = [self._records[rank] for rank in message["late"]]
-        if missing := self._missing_names():
-            here = ", ".join(map(str, self._joined()))
-            where = ", ".join(f"{t} ({t.address})" if t.address else str(t) for t in self.missing())
-            text = (
-                f"{len(missing)} of {len(self._records)} workers did not join within "
-                f"{message['seconds']:g} seconds. Missing: {where}. Joined: {here}. "
-                "Start the missing ones, or look into their output."
-            )
-            return self._fail(Failure("deadline", text))
+        if self.missing():
+            return self._fail(admission.not_joined(self._records, message["seconds"]))
         rows = self.rows(now)
         late = [s for s in late if rows[s.rank]["quiet"]] or late  # it keeps up the others
-        places = [describe_place(record, rows[record.rank]) for record in late]
-        what = f" in {message['what']}" if message["what"] else ""
-        source = "PHALANX_DEADLINE" + (", or the timeout of the call" if what else "")
-        text = (
-            f"{message['waiting']} waited for {message['seconds']:g} seconds{what} at "
-            f"{message['site'] or 'an unknown place'}, which is the deadline ({source}). "
-            f"Late: {', '.join(places) or 'no known task'}."
-        )
-        waiting = [f"\n  {row['worker']} {wait}" for row in rows for wait in row["waits"]]
-        text += "\nWho waits:" + "".join(waiting) if waiting else ""
+        text = describe_deadline(message, late, rows)
         stacks = [f"\n{name}:\n{stack}" for name, stack in sorted(request.texts.items())]
         task = str(late[0].task) if len(late) == 1 else ""
         return self._fail(Failure("deadline", shorten(text + "".join(stacks)), task))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class TaskRecord:
     heard: float = 0.0
     reported: float = 0.0  # when its status came
     exit: str = ""  # how its process ended, if a launcher has told
+    patience: float | None = None  # if it has come to its end: for how long it would wait for others
 
     @property
     def is_gone(self) -> bool:
@@ -120,3 +121,22 @@ def describe_place(record: TaskRecord, row: Mapping[str, Any]) -> str:
     """Where a late task is, in words."""
     quiet = f", silent for {row['quiet']:.0f} seconds" if row["quiet"] else ""
     return f"{record}, {row['behind']:.0f} seconds behind, {phase_text(row)}{quiet}"
+
+
+def describe_deadline(
+    waiting: Mapping[str, Any], late: Sequence[TaskRecord], rows: Sequence[Mapping[str, Any]]
+) -> str:
+    """That a member has waited for too long, for whom, and who waits for whom.
+
+    `waiting` is what the member has said, and `rows` is the table of workers.
+    """
+    places = [describe_place(record, rows[record.rank]) for record in late]
+    what = f" in {waiting['what']}" if waiting["what"] else ""
+    source = "PHALANX_DEADLINE" + (", or the timeout of the call" if what else "")
+    text = (
+        f"{waiting['waiting']} waited for {waiting['seconds']:g} seconds{what} at "
+        f"{waiting['site'] or 'an unknown place'}, which is the deadline ({source}). "
+        f"Late: {', '.join(places) or 'no known task'}."
+    )
+    waits = [f"\n  {row['worker']} {wait}" for row in rows for wait in row["waits"]]
+    return text + ("\nWho waits:" + "".join(waits) if waits else "")

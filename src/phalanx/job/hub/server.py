@@ -18,6 +18,7 @@ from phalanx.job.hub.connect import COORDINATION, HUB
 from phalanx.job.hub.coordination_service import start_coordination_service
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit
 from phalanx.job.hub.job_state import JobState
+from phalanx.job.hub.silent_members import Abandoned
 from phalanx.job.hub.stack_requests import Out
 from phalanx.job.hub.tunnel import PrivateSocket
 from phalanx.job.hub.worker_table import WorkerTable
@@ -44,6 +45,9 @@ class Hub:
             should run where it outlives every worker.
         cause_of_death: asked in the hub's thread how the process of a task ended, when its connection
             closes unexpectedly; returns an exit code or None. Must not wait for long.
+        abandoned: told in the hub's thread which members need not be waited for any longer and why:
+            nothing is heard of them, and the others have come to their end. Returns whether that is
+            settled; else it is told again as long as it is so.
 
     The hub listens once `start` has been called, also as a context manager.
     """
@@ -58,12 +62,14 @@ class Hub:
         advertised: str | None = None,
         coordination: bool = True,
         cause_of_death: Callable[[Task], int | None] | None = None,
+        abandoned: Callable[[Abandoned], bool] = lambda member: True,
     ) -> None:
         self._expected = tuple(expected)
         self._token, self._host, self._port = token, host, port
         self._advertised = advertised or host
         self._coordination = coordination
-        self._cause_of_death = cause_of_death
+        self._cause_of_death, self._abandoned = cause_of_death, abandoned
+        self._settled: set[Task] = set()  # of the abandoned
         self._state = JobState(self._expected)
         self._listener: Listener | None = None
         self._bound_port = port
@@ -171,7 +177,11 @@ class Hub:
     # -- the thread --------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self._send(self._state.tick(time.monotonic()))
+        now = time.monotonic()
+        self._send(self._state.tick(now))
+        for member in self._state.abandoned(now):
+            if member.task not in self._settled and self._abandoned(member):
+                self._settled.add(member.task)
 
     def _tell_waiting(self) -> None:
         with self._changed:

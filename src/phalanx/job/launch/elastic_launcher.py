@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,17 +13,19 @@ from typing import Protocol
 
 from phalanx.errors import InvalidValueError
 from phalanx.job.elastic.door import Door
-from phalanx.job.elastic.membership import ElasticMembership, Generation, WorkerLimits
+from phalanx.job.elastic.membership import ElasticMembership
+from phalanx.job.elastic.orders import Generation, WorkerLimits
 from phalanx.job.elastic.visitor import ADDRESS, NUMBER
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit
 from phalanx.job.hub.server import Hub
-from phalanx.job.launch.exit_policy import LEFT_CODE, ElasticExitPolicy, is_lost
+from phalanx.job.launch.exit_policy import ElasticExitPolicy, has_left, is_lost
 from phalanx.job.launch.launcher import (
     DEATH_SECONDS,
     Job,
     JobDisplay,
     JobOutcome,
     hub_host,
+    idleness_of,
     judge,
     placed_tasks,
     planned_commands,
@@ -32,6 +33,7 @@ from phalanx.job.launch.launcher import (
 from phalanx.job.launch.process_group import Command, Interrupts, ProcessGroup, run_process_group
 from phalanx.job.launch.worker_process import Running
 from phalanx.job.registry import RunningJob, announced
+from phalanx.net.wakeup import Wakeup
 
 __all__ = ["ElasticDisplay", "run_elastic_job"]
 
@@ -85,7 +87,7 @@ def run_elastic_job(job: Job, view: ElasticDisplay, limits: WorkerLimits, size: 
             controller=workers,
             spawn=job.spawn,
         )
-        failure = Failure("elastic", workers.failure) if workers.failure else _blamed(door.failure)
+        failure = workers.blamed or _blamed(door.failure)
     result = judge(tasks, outcome, failure)
     if result.exit_code != 0:
         view.failed(result, False)
@@ -104,24 +106,33 @@ class _Workers:
         self._job, self._tasks, self._token, self._view = job, tasks, token, view
         self.ending = ElasticExitPolicy(len(tasks), job.patience)
         self.failure = ""
+        self.unfinished: list[str] = []  # workers that were lost after the training, and how
         self._door: Door
         self._update: Callable[[RunningJob], object] = lambda _: None
         self._places: list[int] = []  # of workers, by their numbers
         self._running: dict[int, Running] = {}  # by the numbers of workers
         self._lock = threading.Lock()
         self._wanted = 0
-        self._to_end: list[int] = []
+        self._to_end: list[tuple[int, str]] = []
+        self._finished: set[int] = set()  # workers that are told that the training has ended
         self._generations: list[tuple[Generation, list[str], Hub | None]] = []
-        self.wakeup, self._waker = socket.socketpair()
-        for end in (self.wakeup, self._waker):
-            end.setblocking(False)
+        self.wakeup = Wakeup()
+        self.is_idle = idleness_of(job)
+
+    @property
+    def blamed(self) -> Failure | None:
+        """Why the job has failed, if that is known here."""
+        text = self.failure
+        if self.unfinished and not text:
+            text = "The training has ended, but not all that follows it has been done: "
+            text += "; ".join(self.unfinished) + "."
+        return Failure("elastic", text) if text else None
 
     def open(self, door: Door, update: Callable[[RunningJob], object]) -> None:
         self._door, self._update = door, update
 
     def close(self) -> None:
         self.wakeup.close()
-        self._waker.close()
 
     def command(self, place: int) -> Command:
         """What to start at a place, as a new worker."""
@@ -144,10 +155,15 @@ class _Workers:
         if code != 0 and not is_lost(code):
             self._door.fail(f"{self._tasks[place]} {describe_exit(code)}.")
         elif self.ending.reason is None or is_lost(code):
-            if code != 0 and self.ending.reason is None:
-                self._view.goes_on(self._tasks[place], code)
-            replaces = code not in (0, LEFT_CODE)
-            self._door.exited(self._number_at(place), code, describe_exit(code), replaces)
+            number, task = self._number_at(place), self._tasks[place]
+            left = has_left(code) and self.ending.by_itself[place]
+            self._door.exited(number, code, describe_exit(code), code != 0, left)
+            is_last = all(code is not None for code in self.ending.codes) and not self.is_busy
+            if code != 0 and self.ending.reason is None and not is_last:
+                self._view.goes_on(task, code)
+            if code != 0 and number in self._finished and self.ending.reason is None:
+                self.ending.misses(code)
+                self.unfinished.append(f"{task} {describe_exit(code)}")
 
     def _number_at(self, place: int) -> int:
         """The newest worker at a place."""
@@ -161,28 +177,29 @@ class _Workers:
 
     def attend(self, group: ProcessGroup) -> None:
         """Do what the door has asked for."""
-        with contextlib.suppress(BlockingIOError):
-            self.wakeup.recv(1 << 10)
+        self.wakeup.clear()
         with self._lock:
             to_end, self._to_end = self._to_end, []
             generations, self._generations = self._generations, []
         if self.failure:
             self.ending.fail(time.monotonic())
-        for number in to_end:
-            group.kill(self._places[number])
+        for number, why in to_end:
+            place = self._places[number]
+            if self._number_at(place) == number and group.kill(place):
+                self._view.kills(self._tasks[place], why)
         for generation, names, hub in generations:
             self._show(generation, names, hub)
-        while self.is_busy and (place := group.free_index(len(self._tasks))) is not None:
+        while self.is_busy and (free := group.free_index(len(self._tasks))) is not None:
             with self._lock:
                 self._wanted -= 1
-            self._view.starts(self._tasks[place])
-            group.start(place, self.command(place))
+            self._view.starts(self._tasks[free])
+            group.start(free, self.command(free))
 
     def _show(self, generation: Generation, names: Sequence[str], hub: Hub | None) -> None:
+        door = self._door.address
+        address = door if hub is None else hub.address
+        self._update(RunningJob(os.getpid(), self._job.name, address, self._token, door=door))
         if hub is not None:
-            address = hub.address
-            job = RunningJob(os.getpid(), self._job.name, address, self._token, door=self._door.address)
-            self._update(job)
             self._view.begin(hub, generation.number)
         self._view.generation(generation, names)
 
@@ -192,19 +209,23 @@ class _Workers:
         """Start so many workers more."""
         with self._lock:
             self._wanted += count
-        self._wake()
+        self.wakeup.ring()
 
-    def end(self, worker: int) -> None:
-        """Kill the process of a worker."""
+    def end(self, worker: int, why: str) -> None:
+        """Kill the process of a worker, and say why."""
         with self._lock:
-            self._to_end.append(worker)
-        self._wake()
+            self._to_end.append((worker, why))
+        self.wakeup.ring()
+
+    def finished(self, worker: int) -> None:
+        """A worker is told that the training has ended; what is left to do, none does in its place."""
+        self._finished.add(worker)
 
     def failed(self, text: str) -> None:
         """The job cannot go on."""
         if self.ending.reason is None:
             self.failure = text
-        self._wake()
+        self.wakeup.ring()
 
     def address_of(self, worker: int) -> str:
         """Where a worker is."""
@@ -219,8 +240,4 @@ class _Workers:
         """A generation begins; the other thread shows it."""
         with self._lock:
             self._generations.append((generation, list(names), hub))
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._waker.send(b"!")
+        self.wakeup.ring()

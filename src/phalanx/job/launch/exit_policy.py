@@ -112,6 +112,7 @@ class ExitPolicy:
         self._plan: list[tuple[int, float]] = []
         self._signum = 0
         self._signalled = False
+        self._killed: set[int] = set()
         self.by_itself = [False] * len(essential)
 
     # -- events ---------------------------------------------------------------------------------
@@ -120,9 +121,10 @@ class ExitPolicy:
         """A process has ended; `goes_on` tells whether it is to be started again."""
         if code != 0 and self.reason is None and self.restarted[index] < self._restarts[index]:
             self.restarted[index] += 1
+            self._killed.discard(index)
             return
         self.codes[index] = code
-        self.by_itself[index] = not self._signalled
+        self.by_itself[index] = not self._signalled and index not in self._killed
         if self.reason is not None:
             return
         if code != 0 and not self._is_dispensable(index):
@@ -132,6 +134,10 @@ class ExitPolicy:
             self._dispensed.add(index)
         elif all(self.codes[i] == 0 for i in self._awaited()):
             self._begin(EndReason.DONE, now)
+
+    def kills(self, index: int) -> None:
+        """A process is killed, so that it does not end by itself."""
+        self._killed.add(index)
 
     def interrupt(self, signum: int, now: float) -> None:
         """The user wants the job to end; each further time, the next stronger signal is due at once."""
@@ -238,41 +244,61 @@ class ElasticExitPolicy(ExitPolicy):
         self.codes = [0] * most  # of places at which no process has been started yet
         self._has_succeeded = self._has_failed = False
         self._last_lost: int | None = None
+        self._lost_code = 0
+        self._missed_code = 0
 
     def starts(self, index: int) -> None:
         """A process is started at a place."""
         self.codes[index] = None
+        self._killed.discard(index)
 
     def exited(self, index: int, code: int, now: float) -> None:
         """A process has ended."""
         self.codes[index] = code
-        self.by_itself[index] = not self._signalled
+        self.by_itself[index] = not self._signalled and index not in self._killed
         if self.reason is not None:
             return
         self._has_succeeded = self._has_succeeded or code == 0
         if is_lost(code):
-            self._last_lost = index
+            self._last_lost, self._lost_code = index, code
         elif code != 0:
             self.fail(now, index)
 
     def fail(self, now: float, index: int | None = None) -> None:
         """The job cannot go on: for a process, or because too few are left."""
         if self.reason is None:
-            self._has_failed = True
+            self._has_failed = index is None
             self.first_failure = self._last_lost if index is None else index
             self._begin(EndReason.FAILURE, now)
+
+    def misses(self, code: int) -> None:
+        """A worker was lost after the training, and none does what it had left to do."""
+        self._missed_code = self._missed_code or code
 
     @property
     def succeeded(self) -> bool:
         """Whether a worker has come to the end of the program, and nothing went wrong."""
-        return self._has_succeeded and self.reason in (None, EndReason.DONE)
+        is_whole = self._has_succeeded and not self._missed_code
+        return is_whole and self.reason in (None, EndReason.DONE)
 
     @property
     def exit_code(self) -> int:
         """The code of the job, as a shell gives it: 0 exactly if it succeeded."""
-        if self.reason is None and not self.succeeded and self._last_lost is not None:
-            return shell_code(self.codes[self._last_lost] or 0)  # all have left
-        return super().exit_code or (1 if self._has_failed else 0)
+        have_all_left = self.reason is None and not self.succeeded
+        if self._has_failed or have_all_left:  # a new process may run where the last one was lost
+            return shell_code(self._missed_code or self._lost_code) or 1
+        return super().exit_code
+
+
+def has_left(code: int) -> bool:
+    """Whether an exit code says that the process has ended because of a notice; see `LEFT_CODE`.
+
+    The signals are those of notices, which end a process that has not said yet what it does then.
+
+    >>> has_left(143), has_left(-15), has_left(-10), has_left(-9)
+    (True, True, True, False)
+    """
+    return code in (LEFT_CODE, -signal.SIGTERM, -signal.SIGUSR1)
 
 
 def is_lost(code: int) -> bool:

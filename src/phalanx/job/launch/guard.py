@@ -99,7 +99,8 @@ def _limit_of(pid: str) -> int:
 def send_to_group(group: int, signum: int) -> bool:
     """Send a signal to a process group; whether there was one."""
     try:
-        os.killpg(group, signum)
+        for number in _heard(signum):
+            os.killpg(group, number)
     except (ProcessLookupError, PermissionError):  # macOS: not permitted if all are zombies
         return False
     return True
@@ -110,8 +111,15 @@ def send_to_marked(mark: str, signum: int) -> bool:
     pids = marked(mark) if mark else []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signum)
+            for number in _heard(signum):
+                os.kill(pid, number)
     return bool(pids)
+
+
+def _heard(signum: int) -> tuple[int, ...]:
+    """What to send so that a stopped process, too, hears a signal that asks it to end."""
+    asks = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return (signum, signal.SIGCONT) if signum in asks else (signum,)
 
 
 def end_all(mark: str, groups: Iterable[int]) -> None:

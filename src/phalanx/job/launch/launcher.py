@@ -6,19 +6,23 @@ import contextlib
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from phalanx.job.hub.descriptions import PREEMPTION, Failure, Task
 from phalanx.job.hub.server import Hub
+from phalanx.job.hub.silent_members import Abandoned
 from phalanx.job.launch.exit_policy import DEFAULT_PATIENCE, EndReason, ExitPolicy, Patience
+from phalanx.job.launch.idleness import Idleness
 from phalanx.job.launch.output import failure_report
 from phalanx.job.launch.ports import PortReservation
 from phalanx.job.launch.process_group import (
     Command,
     GroupOutcome,
     Interrupts,
+    ProcessGroup,
     Sink,
     Spawn,
     run_process_group,
@@ -36,6 +40,7 @@ from phalanx.job.launch.worker_process import Running, shell_code
 from phalanx.job.preflight import is_loopback
 from phalanx.job.registry import RunningJob, announced
 from phalanx.job.state_folders import STATE, folder_of_job
+from phalanx.net.wakeup import Wakeup
 from phalanx.runtime.deadlines import worker_deadline
 
 DEATH_SECONDS = 0.3
@@ -96,6 +101,9 @@ class JobDisplay(Sink, Protocol):
 
     def goes_on(self, task: Task, code: int) -> None:
         """A process has ended, and the job goes on without it."""
+
+    def kills(self, task: Task, why: str) -> None:
+        """A process is ended, because the others have waited for it in vain."""
 
     def begin(self, hub: Hub, attempt: int) -> None:
         """The processes are about to be started, for the first time or again."""
@@ -178,8 +186,15 @@ def _attempt(
             job = replace(job, environ={**job.environ, STATE: state})
         token = secrets.token_hex(16)
         local = job.hosts is None
+        killer = stack.enter_context(contextlib.closing(_Killer(view, tasks, job)))
         hub = stack.enter_context(
-            Hub(members(tasks), token, host, cause_of_death=cause_of_death if local else None)
+            Hub(
+                members(tasks),
+                token,
+                host,
+                cause_of_death=cause_of_death if local else None,
+                abandoned=killer.end,
+            )
         )
         stack.enter_context(
             announced(RunningJob(os.getpid(), job.name, hub.address, token, _servers(tasks)))
@@ -207,8 +222,46 @@ def _attempt(
             again=again,
             noticed=lambda: hub.notice(PREEMPTION),
             spawn=spawn,
+            controller=killer,
         )
         return judge(tasks, outcome, hub.failure)
+
+
+def idleness_of(job: Job) -> Callable[[int], bool]:
+    """Says whether a process of a job is idle, as far as that can be seen from here."""
+    return Idleness().is_idle if job.hosts is None and job.ray is None else lambda pid: True
+
+
+class _Killer:
+    """Ends single processes in the thread of the group; any thread may ask for it."""
+
+    is_busy = False
+
+    def __init__(self, view: JobDisplay, tasks: Sequence[Task], job: Job) -> None:
+        self.wakeup = Wakeup()
+        self._view, self._tasks = view, list(tasks)
+        self._is_idle = idleness_of(job)
+        self._asked: deque[Abandoned] = deque()
+
+    def end(self, member: Abandoned) -> bool:
+        """End the process of a member, and say why, unless it computes; returns whether it ends."""
+        is_idle = self._is_idle(member.pid)
+        if is_idle:
+            self._asked.append(member)
+            self.wakeup.ring()
+        return is_idle
+
+    def attend(self, group: ProcessGroup) -> None:
+        """Do what was asked for."""
+        self.wakeup.clear()
+        while self._asked:
+            member = self._asked.popleft()
+            if group.kill(self._tasks.index(member.task)):
+                self._view.kills(member.task, member.why)
+
+    def close(self) -> None:
+        """End nothing more."""
+        self.wakeup.close()
 
 
 def _servers(tasks: Sequence[Task]) -> dict[str, str]:
@@ -267,6 +320,7 @@ def planned_commands(
             devices=job.devices,
             retain_memory=job.retain_memory,
             restart=attempt,
+            terminate_grace=job.patience.terminate,
         )
         command = Command(str(task), job.argv, environ, job.cwd)
         if logins is not None and job.hosts is not None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 from phalanx.job.launch.exit_policy import DEFAULT_PATIENCE, EndReason, ExitPolicy, Patience
 from phalanx.job.launch.output import LineSplitter, Tail
 from phalanx.job.launch.worker_process import Guard, Process, Running
+from phalanx.net.wakeup import Wakeup
 
 _LINGER_SECONDS = 1.0
 """How long the children of a process that has ended may clean up."""
@@ -89,8 +89,8 @@ class Sink(Protocol):
 class Controller(Protocol):
     """Starts and ends processes of a group while it runs."""
 
-    wakeup: socket.socket
-    """Is readable when there is something to do."""
+    wakeup: Wakeup
+    """Rings when there is something to do."""
 
     @property
     def is_busy(self) -> bool:
@@ -111,14 +111,11 @@ class Interrupts:
     def __init__(self) -> None:
         self._pending: list[int] = []
         self._previous: dict[int, Any] = {}
-        self.wakeup, self._waker = socket.socketpair()
-        for end in (self.wakeup, self._waker):
-            end.setblocking(False)
+        self.wakeup = Wakeup()
 
     def take(self) -> list[int]:
         """The signals that have come since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            self.wakeup.recv(_CHUNK)
+        self.wakeup.clear()
         pending, self._pending = self._pending, []
         return pending
 
@@ -133,14 +130,12 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self.wakeup.close()
-        self._waker.close()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._pending and signum != signal.SIGUSR1:
             raise KeyboardInterrupt
         self._pending.append(signum)
-        with contextlib.suppress(BlockingIOError):
-            self._waker.send(b"!")
+        self.wakeup.ring()
 
 
 def run_process_group(
@@ -278,10 +273,13 @@ class ProcessGroup:
         free = [index for index, member in enumerate(self.members) if member.closed]
         return min(free, default=len(self.members) if len(self.members) < limit else None)
 
-    def kill(self, index: int) -> None:
-        """End a process at once."""
-        if self.members[index].code is None:
+    def kill(self, index: int) -> bool:
+        """End a process at once, unless it has ended; returns whether it had not."""
+        is_there = self.members[index].code is None
+        if is_there:
+            self._ending.kills(index)
             self.members[index].send(signal.SIGKILL)
+        return is_there
 
     def close(self) -> None:
         """Kill whatever is left; nothing is, unless there was an error."""

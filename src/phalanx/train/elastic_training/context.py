@@ -24,9 +24,9 @@ from phalanx.runtime.formatting import shown
 from phalanx.runtime.numbers import check_integer
 from phalanx.train.agreed_stop import AgreedStop
 from phalanx.train.checkpoints.checkpoint import Checkpoint
-from phalanx.train.checkpoints.contents import Restoring
 from phalanx.train.checkpoints.manager import CheckpointManager
 from phalanx.train.checkpoints.options import CheckpointOptions
+from phalanx.train.checkpoints.restoring import Restoring
 from phalanx.train.checkpoints.trackables import without_state
 from phalanx.train.elastic_training.carried_state import CarriedState, StateReferences
 
@@ -84,6 +84,7 @@ class ElasticContext:
         self._manager: CheckpointManager | None = None
         self._latest: StateReferences | None = None
         self._latest_step = 0
+        self._is_in_step = False
         self._is_whole = True
         self._has_steps = False
         self._stop = AgreedStop(
@@ -221,9 +222,9 @@ class ElasticContext:
         """Yields what the replicas of this worker get of each global batch that is left.
 
         What stands in the loop is one step. It counts when the loop comes back for the next batch; if a
-        worker is lost before, all survivors go back to the state before the step, or on to that after
-        it if one of them has it. Every example of an epoch is seen once, by whichever workers there
-        are.
+        worker is lost before, the error is raised here, also if the step has ignored it. All survivors
+        go back to the state before the step, or on to that after it if one of them has it. Every
+        example of an epoch is seen once, by whichever workers there are.
 
         Args:
             dataset: of single examples, the same on all workers. It is put into batches here, because
@@ -271,8 +272,13 @@ class ElasticContext:
                     break
                 self._stop.begin()
                 laboratory.note("elastic step", generation=self.generation, number=position["step"])
+                self._is_in_step = True
                 yield batch
+                self._is_in_step = False
                 del batch
+                if self._connection is not None:
+                    # The program may have ignored the error. A step that is not counted is made again.
+                    self._connection.member.check()
                 position["step"] += 1
                 position["examples"] += self.batch_size
                 if self._visitor is not None and position["step"] == self._entry.step + 1:
@@ -366,7 +372,9 @@ class ElasticContext:
             self._checkpoint.sync()
         if not self._is_whole:
             return self.step, None
+        latest = self._latest
         if failed:
-            latest = self._latest
             return self._latest_step, None if latest is None else latest.carried()
+        if self._is_in_step and latest is not None:  # the loop was left, so the step does not count
+            return self._latest_step, latest.carried()
         return self.step, StateReferences(self._things()).carried()

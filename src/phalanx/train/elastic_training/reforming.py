@@ -23,15 +23,25 @@ import numpy as np
 
 from phalanx.collectives.groups import leave_world
 from phalanx.data.run.thread_pool import is_any_reading
+from phalanx.errors import FailedPreconditionError
 from phalanx.execution.throttle import THROTTLE
 from phalanx.job import jax_distributed
 from phalanx.job.connection import leave_job
+from phalanx.runtime import compat
 from phalanx.runtime.awaiting import is_any_left
 from phalanx.runtime.caches import clear_caches
 from phalanx.runtime.shared_numbers import begin_anew
 from phalanx.train.elastic_training.carried_state import CarriedState
 
-__all__ = ["CARRIED", "can_stay", "forget_devices", "leave_cluster", "start_anew", "take_over"]
+__all__ = [
+    "CARRIED",
+    "begin_before_joining",
+    "can_stay",
+    "forget_devices",
+    "leave_cluster",
+    "start_anew",
+    "take_over",
+]
 
 CARRIED = "PHALANX_CARRIED"
 """Where a process that has started anew finds the state that it had."""
@@ -42,6 +52,25 @@ _SWITCH = "PHALANX_ELASTIC_RESTART"
 _SHOWN = 3
 _PATIENCE = 2.0  # seconds that threads may take to come back when a generation is over
 _LOOK_EVERY = 0.02  # seconds
+
+
+def begin_before_joining() -> None:
+    """Let JAX begin anew if the program has started it, so that this process can join others.
+
+    No array is on devices of several workers yet, so those that were made before stay what they are:
+    their devices live as long as they do, and JAX copies them where they are used.
+    """
+    if not compat.backends_are_initialized() or jax.distributed.is_initialized():
+        return
+    if (kind := jax.default_backend()) != "cpu":
+        raise FailedPreconditionError(
+            f"JAX has already started, and devices of type {kind} do not begin anew, so this process "
+            "cannot join other workers. Make arrays in the function that is given to "
+            f"px.train.elastic. Received: {len(jax.live_arrays())} arrays that were made before"
+        )
+    THROTTLE.forget()
+    jax.clear_caches()
+    forget_devices()
 
 
 def can_stay() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from phalanx.cluster.resolvers.tfconfig import TFConfigClusterResolver
 from phalanx.core import context as ctx
 from phalanx.core.options import CommunicationOptions
 from phalanx.errors import (
@@ -21,8 +23,10 @@ from phalanx.errors import (
     InvalidValueError,
     WorkerLostError,
 )
+from phalanx.job.bootstrap import ignore_notices
 from phalanx.job.connection import connected
 from phalanx.job.elastic.visitor import GenerationEntry, Released, Visitor
+from phalanx.job.preflight import training_tasks
 from phalanx.runtime import laboratory
 from phalanx.runtime.deadlines import STUCK_EXIT_CODE
 from phalanx.runtime.formatting import shown
@@ -109,6 +113,7 @@ def elastic(
     visitor = Visitor.find()
     if visitor is None:
         return session.once()
+    atexit.register(ignore_notices)
     with contextlib.closing(visitor), _notices(visitor):
         try:
             return session.run(visitor)
@@ -139,6 +144,8 @@ class _Session:
 
     def once(self) -> Any:
         """Train with the workers that there are."""
+        if len(training_tasks(TFConfigClusterResolver().cluster_spec())) > 1:
+            reforming.begin_before_joining()
         strategy = MultiWorkerMirroredStrategy(communication_options=self._options)
         workers, rank = strategy.extended._input_worker
         entry = GenerationEntry(1, rank, ("",) * workers, maximum=workers)
@@ -147,6 +154,7 @@ class _Session:
 
     def run(self, visitor: Visitor) -> Any:
         """Train in one generation after the other, until all have come to the end."""
+        reforming.begin_before_joining()
         before = reforming.take_over()
         if before is None:
             visitor.arrive(self._saving.directory is not None)
@@ -187,9 +195,14 @@ class _Session:
             self._carried = None  # the context has it, until all have it
             self._result = self._train_fn(context)
             context.close()
+            laboratory.reach(laboratory.END, generation=entry.generation)
+            if (connection := connected()) is not None:
+                connection.come_to_end()
+            laboratory.reach(laboratory.END, generation=entry.generation)  # and now it only waits
             visitor.finished(context.step)
             released = visitor.wait_for_end()
             if released is not None:
+                laboratory.note("released")  # what follows is done by none else
                 return True
             failed = False
         except MembershipChange:

@@ -1,0 +1,45 @@
+"""Whether a process of which nothing is heard computes: native code may hold Python's lock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from phalanx.runtime.processes import cpu_seconds
+
+_SECONDS = 2.0  # between looks
+_SHARE = 0.1  # of a processor, in that time
+
+
+class Idleness:
+    """Sees by two looks whether processes of this machine have computed in between.
+
+    Args:
+        used: for how many seconds a process has computed; None if that cannot be seen.
+        clock: the time.
+
+    Examples:
+        >>> used, now = [1.0, 3.0, 3.1, 3.1], [0.0, 2.0, 4.0, 5.0]
+        >>> process = Idleness(lambda pid: used.pop(0), lambda: now.pop(0))
+        >>> [process.is_idle(7) for _ in range(3)]
+        [False, False, True]
+    """
+
+    def __init__(
+        self,
+        used: Callable[[int], float | None] = cpu_seconds,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._used, self._clock = used, clock
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def is_idle(self, pid: int) -> bool:
+        """Whether a process has not computed since the last look, or nothing is known of it."""
+        used, now = self._used(pid), self._clock()
+        if used is None:
+            return True
+        before, since = self._seen.setdefault(pid, (used, now))
+        if now - since < _SECONDS:
+            return False
+        self._seen[pid] = used, now
+        return used - before < _SHARE * (now - since)
