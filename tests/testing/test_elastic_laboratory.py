@@ -35,7 +35,7 @@ def test_a_schedule_follows_from_its_seed_and_leaves_one_worker_alone(seed: int)
 
 
 def test_all_kinds_and_phases_come() -> None:
-    schedules = [faults.random_elastic_schedule(seed) for seed in range(2000)]
+    schedules = [faults.random_elastic_schedule(seed) for seed in range(3400)]
     found = {(fault.kind, fault.phase) for x in schedules for fault in x.faults}
     assert found == {
         (kind, phase) for kind, phases in faults.ELASTIC_FAULTS.items() for phase in phases
@@ -54,7 +54,7 @@ def test_a_program_without_checkpoints_has_no_faults_of_them() -> None:
     schedules = [faults.random_elastic_schedule(seed, saves=False) for seed in range(1000)]
     found = {(fault.kind, fault.phase) for x in schedules for fault in x.faults}
     assert {x for x, _ in found} == {"kill", "freeze", "slow", "notice", "cut", "clock", "raise"}
-    assert {phase for _, phase in found} == {"join", "carry", "input", "step", "record"}
+    assert {phase for _, phase in found} == {"join", "carry", "input", "step", "record", "end"}
     assert faults.random_elastic_schedule(0, kinds=["full"], saves=False).faults == ()
 
 
@@ -143,6 +143,18 @@ def test_an_exception_ends_an_elastic_job_and_must_be_named() -> None:
     assert late == ["the raise of worker 0 in attempt 0 was named after 10.0 seconds, not 5.0"]
 
 
+def test_what_is_lost_after_the_training_fails_the_job_by_right() -> None:
+    """No worker does again what another has to do when all were released."""
+    end = {**ENDED, "exit_code": 137}
+    failed = {"event": "failed", "at": 6.2, "text": "not all that follows has been done", "attempt": 2}
+    told, kill = (6.0, "released", {}), (6.1, "fault", {**KILL[2], "worker": 0})
+    again = makes(4.0, 2, 1, 3, 4)
+    assert faults.job_violations(survived(*again, told, kill, launcher=[LOST, failed, end])) == []
+    too_early = survived(*again, kill, (6.15, "released", {}), launcher=[LOST, failed, end])
+    found, *_ = faults.job_violations(too_early)
+    assert "exit code 137: not all that follows" in found
+
+
 def at_path(at: float, event: str, path: str, digest: int = 1) -> tuple[Any, ...]:
     return at, event, {"path": path, "digest": digest}
 
@@ -195,6 +207,8 @@ def generations(run: faults.JobRun) -> list[dict[str, Any]]:
     return [dict(x) for x in run.history.launcher if x["event"] == "generation"]
 
 
+AT_THE_END = "a freeze at the end"
+IN_THE_EXIT = "a notice when the program has ended"
 CHOSEN = {
     "a kill in a step, and one that joins": (JobFault("kill", worker=1, step=4, after=0.002),),
     "a kill of the first, and of one that takes its state over": (
@@ -203,6 +217,8 @@ CHOSEN = {
     ),
     "a kill before all have met": (JobFault("kill", worker=0, phase="join"),),
     "a freeze that is too long": (JobFault("freeze", worker=1, step=3, seconds=2 * DEADLINE),),
+    AT_THE_END: (JobFault("freeze", worker=1, phase="end", seconds=10 * DEADLINE),),
+    IN_THE_EXIT: (JobFault("notice", worker=0, phase="end", step=2),),
     "a notice to the one with the state, and a slow start": (
         JobFault("notice", worker=0, step=3, signal=SIGUSR1),
         JobFault("slow", worker=1, phase="join", seconds=0.5),
@@ -220,7 +236,10 @@ def test_some_schedules(laboratory: faults.Laboratory) -> None:
     programs.check(verdicts)
     for name, verdict in zip(CHOSEN, verdicts, strict=True):
         assert len(verdict.happened) == len(CHOSEN[name]), name
-        assert len(generations(verdict.run)) > 1, name
+        killed = [x["text"] for x in verdict.run.history.launcher if x["event"] == "kills"]
+        assert bool(killed) == (name == AT_THE_END), killed
+        assert (len(generations(verdict.run)) > 1) == (name != IN_THE_EXIT), name
+        assert verdict.run.exit_code == 0, name
     assert "killed by signal 9" in generations(verdicts[0].run)[1]["text"]
     assert "worker 0 wants to leave" in generations(verdicts[-2].run)[1]["text"]
     assert generations(verdicts[-1].run)[1]["text"] == "worker 1 had lost its connections"
@@ -261,7 +280,7 @@ def test_a_state_that_none_has_is_an_error_and_not_a_new_beginning() -> None:
     schedule = JobSchedule(0, 2, TOGETHER, least=1)
     program = functools.partial(programs.train_elastically, variant="together")
     played = faults.run(program, schedule, deadline=DEADLINE, preload=PRELOAD)
-    assert played.exit_code == 1
+    assert played.exit_code == 137  # of the last worker that was lost, also if another is in its place
     (failed,) = [x["text"] for x in played.history.launcher if x["event"] == "failed"]
     assert "The state of the training is lost" in failed
     assert all(f"worker {x} was killed by signal 9 (SIGKILL)" in failed for x in (0, 1))

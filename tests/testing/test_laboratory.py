@@ -122,7 +122,8 @@ def test_faults_move_to_earlier_attempts_with_those_that_are_left_out() -> None:
 
 def life(worker: int, attempt: int, *events: tuple[Any, ...]) -> Life:
     """A life from triples: a moment, an event, and what is known of it."""
-    first = {"event": "process", "at": events[0][0], "pid": 1, "worker": worker, "address": None}
+    at = events[0][0] if events else 9.0
+    first = {"event": "process", "at": at, "pid": 1, "worker": worker, "address": None}
     told = [{"event": name, "at": at, **about} for at, name, about in events]
     return Life(worker, attempt, (first, *told))
 
@@ -258,6 +259,38 @@ def test_each_checker_can_fail(history: JobHistory, undisturbed: JobHistory | No
     assert any(re.search(words, problem) for problem in found), found
 
 
+def at_once(named: int, kind: str = "raise") -> JobHistory:
+    """Two workers fail within a fifth of a second, and the job is told of one of them."""
+    faults_of = [
+        life(i, 0, (5.0 + i / 5, "fault", {**KILL, "worker": i, "kind": kind})) for i in (0, 1)
+    ]
+    text = f"worker {named} raised an error"
+    return JobHistory(
+        (*faults_of, life(0, 1), life(1, 1)), ({**NAMED, "at": 5.5, "text": text}, ended())
+    )
+
+
+def test_one_of_two_exceptions_at_once_is_named() -> None:
+    assert not [x for x in faults.job_violations(at_once(named=0)) if "named" in x]
+    assert not [x for x in faults.job_violations(at_once(named=1)) if "named" in x]
+    assert [x for x in faults.job_violations(at_once(named=2)) if "named" in x]
+    assert [x for x in faults.job_violations(at_once(named=1, kind="kill")) if "named" in x]
+
+
+def test_a_worker_that_takes_long_at_its_end_is_waited_for() -> None:
+    """It is heard of, so that none needs to name it; one that is silent must be named."""
+
+    def violations(kind: str) -> list[str]:
+        late = {**KILL, "kind": kind, "phase": "end", "seconds": 8.0}
+        lives = (life(0, 0, (5.0, "fault", late)), life(1, 0, (6.0, "fault", {**KILL, "worker": 1})))
+        told = {**NAMED, "at": 6.1, "text": "worker 1 was killed"}
+        history = JobHistory((*lives, life(0, 1), life(1, 1)), (told, ended()))
+        return [x for x in faults.job_violations(history) if "named" in x]
+
+    assert violations("slow") == []
+    assert violations("freeze") == ["the freeze of worker 0 in attempt 0 was not named"]
+
+
 def test_a_checkpoint_that_was_removed_is_not_lost() -> None:
     """By its manager, or by the program, which removes it also if nothing goes wrong."""
     end = [NAMED, ended(checkpoints={})]
@@ -313,6 +346,21 @@ def test_some_schedules(laboratory: faults.Laboratory) -> None:
     programs.check(verdicts)
     assert sum(len(verdict.happened) for verdict in verdicts) >= 0.8 * len(verdicts)
     assert sum(verdict.run.history.attempts - 1 for verdict in verdicts) >= len(verdicts) // 2
+
+
+def test_a_worker_that_is_frozen_at_its_end_is_ended_and_named(laboratory: faults.Laboratory) -> None:
+    """Before it has told the others that it comes to its end, and after that."""
+    chosen = [
+        JobSchedule(i, 2, (JobFault("freeze", worker=1, phase="end", step=i, seconds=10 * DEADLINE),))
+        for i in range(2)
+    ]
+    verdicts = list(laboratory.play_all(chosen, AT_ONCE))
+    programs.check(verdicts)
+    for verdict in verdicts:
+        assert verdict.run.history.attempts == 2
+        (killed,) = [x["text"] for x in verdict.run.history.launcher if x["event"] == "kills"]
+        assert killed.startswith("worker 1: Nothing has been heard of worker 1 (pid ")
+        assert "for 5 seconds" in killed
 
 
 @pytest.mark.soak

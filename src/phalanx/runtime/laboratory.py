@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "DELAYED",
+    "END",
     "FOLDER",
     "PHASES",
     "InjectedError",
@@ -42,10 +44,19 @@ FROZEN = "frozen-"
 
 _NUMBER = "PHALANX_DOOR_NUMBER"  # which worker of an elastic job this is; none has it a second time
 
-PHASES = ("start", "input", "step", "save", "write", "commit", "restore", "record", "join", "carry")
+END = "end"
+
+PHASES = (
+    *("start", "input", "step", "save", "write", "commit", "restore", "record", END),
+    *("join", "carry"),
+)
 """Where faults can happen: a worker starts, takes an element of its input, begins a step, has taken the
-values of a checkpoint, writes some of them, gives the checkpoint its name, restores one, or has
-recorded what it applied. In an elastic job also: it joins a generation, or takes over its state."""
+values of a checkpoint, writes some of them, gives the checkpoint its name, restores one, has recorded
+what it applied, or has come to its end: before it tells the others, and when it waits for them. In an
+elastic job also: it joins a generation, or takes over its state."""
+
+DELAYED = ("kill", "freeze", "notice", "cut")
+"""What can also happen a while after a process was at a point, perhaps in the middle of native code."""
 
 
 class InjectedError(RuntimeError):
@@ -107,7 +118,7 @@ class LaboratoryProcess:
         self.note(phase, step=step, **about)
         due = [x for x in self._faults if x["phase"] == phase and x["step"] == step]
         for fault in due:
-            if fault["after"] > 0 and fault["kind"] in _DELAYED:
+            if fault["after"] > 0 and fault["kind"] in DELAYED:
                 threading.Thread(target=self._later, args=(fault,), daemon=True).start()
             else:
                 self._play(fault)
@@ -186,7 +197,6 @@ class LaboratoryProcess:
 
 
 _LINE = 64  # bytes
-_DELAYED = ("kill", "freeze", "notice", "cut")  # what can happen in the middle of native code
 
 _provided: dict[str, list[Callable[[], Any]]] = {}
 _known: list[LaboratoryProcess | None] = []

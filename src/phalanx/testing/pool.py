@@ -6,7 +6,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.job.launch.worker_process import Guard, Process
+from phalanx.net.wakeup import Wakeup
 from phalanx.runtime.shipping import frame, split_frames
 from phalanx.testing.copies import Copy, Template
 
@@ -93,9 +93,8 @@ class Pool:
         self._template = template
         self._guard = Guard()
         self._selector = selectors.DefaultSelector()
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._wakeup = Wakeup()
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._stop = False
         self._thread = threading.Thread(target=self._listen, name="phalanx-processes", daemon=True)
         self._thread.start()
@@ -108,7 +107,7 @@ class Pool:
             for fd in worker.fds():
                 self._selector.register(fd, selectors.EVENT_READ, worker)
             self._selector.register(worker.orders, selectors.EVENT_WRITE, worker)
-        self._wake()
+        self._wakeup.ring()
         return worker
 
     def send(self, index: int, message: Any) -> None:
@@ -119,7 +118,7 @@ class Pool:
                 worker.outgoing += frame(message)
                 self._unregister(worker.orders)
                 self._selector.register(worker.orders, selectors.EVENT_WRITE, worker)
-        self._wake()
+        self._wakeup.ring()
 
     def wait(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until something is so; returns whether it is."""
@@ -144,18 +143,13 @@ class Pool:
         """Kill what is left, and end the thread."""
         self.end(list(self.workers), graceful=False)
         self._stop = True
-        self._wake()
+        self._wakeup.ring()
         self._thread.join(timeout=30.0)
         self._selector.close()
-        for end in (self._wake_in, self._wake_out):
-            end.close()
+        self._wakeup.close()
         self._guard.close()
 
     # -- the thread ------------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_in.send(b"!")
 
     def _listen(self) -> None:
         while not self._stop:
@@ -164,7 +158,7 @@ class Pool:
             with self.changed:
                 for key, mask in events:
                     if key.data is None:
-                        self._wake_out.recv(_CHUNK)
+                        self._wakeup.clear()
                     else:
                         self._serve(key.data, key.fd, mask)
                 if polling:

@@ -15,8 +15,11 @@ __all__ = [
     "change_recovered",
     "generation_at",
     "has_changed_generation",
+    "has_lost_released",
     "was_first",
 ]
+
+_ENDS_A_WORKER = ("kill", "notice", "freeze", "cut")
 
 Event = Mapping[str, Any]
 
@@ -84,6 +87,16 @@ def was_first(history: JobHistory, life: Life, fault: Event) -> bool:
     ]
     is_last = fault["kind"] == "raise" and history.end.get("exit_code") != 0  # which ends the job
     return number > 0 and not earlier and (is_last or has_changed_generation(history, life, fault))
+
+
+def has_lost_released(history: JobHistory) -> bool:
+    """Whether a fault has ended a worker when the training was over, so that none took its place."""
+    return any(
+        float(event["at"]) <= float(fault["at"])
+        for life, fault in history.faults()
+        if fault["kind"] in _ENDS_A_WORKER
+        for event in life.all("released")
+    )
 
 
 def change_named(history: JobHistory, life: Life, fault: Event) -> float | None:

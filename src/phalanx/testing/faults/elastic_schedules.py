@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import InvalidValueError
+from phalanx.runtime.laboratory import DELAYED, END
 from phalanx.testing.faults.jobs import (
     ELASTIC_FAULTS,
     JobFault,
@@ -18,7 +19,8 @@ __all__ = ["random_elastic_schedule"]
 
 _LONG = 2.0  # deadlines: the others stop waiting, and the worker comes back to them
 _SHARE_OF_LONG = 0.2
-_ONCE = ("join", "carry")  # what each worker does once in a generation
+_CHANGES = ("join", "carry")  # what a worker does when the generation changes
+_ONCE = (*_CHANGES, END)  # what each worker does once in a generation
 _RARE = ("save", "commit", "restore")  # what happens every few steps
 _OF_CHECKPOINTS = (*_RARE, "write")
 _DAMAGE = ("corrupt", "truncate")
@@ -57,8 +59,8 @@ def random_elastic_schedule(
         >>> from phalanx.testing import faults
         >>> print(faults.random_elastic_schedule(3, workers=3, kinds=["kill"]))
         The fault schedule of seed 3, 1 to 3 workers:
-          attempt 0: kill worker 1 in write 7
-          attempt 0: kill worker 2 in join 0 + 0.001 s
+          attempt 0: kill worker 1 in end 1
+          attempt 0: kill worker 3 in record 0
     """
     if unknown := [kind for kind in kinds if kind not in ELASTIC_FAULTS]:
         raise InvalidValueError(
@@ -66,7 +68,7 @@ def random_elastic_schedule(
         )
     where = {
         kind: [x for x in found if saves or x not in _OF_CHECKPOINTS]
-        for kind, found in reachable_phases(ELASTIC_FAULTS, kinds, phases, _ONCE).items()
+        for kind, found in reachable_phases(ELASTIC_FAULTS, kinds, phases, _CHANGES).items()
         if saves or kind not in _DAMAGE
     }
     rng = random.Random(f"elastic faults {seed}")
@@ -105,7 +107,7 @@ def _random_fault(
     deadline: float,
 ) -> JobFault:
     more: dict[str, Any] = {}
-    if kind in ("kill", "freeze", "notice", "cut") and rng.random() < 0.5:
+    if kind in DELAYED and phase != END and rng.random() < 0.5:  # a while later it has ended
         more["after"] = round(rng.random() ** 2 * 0.05, 4)
     if kind in ("freeze", "slow"):
         long = rng.random() < _SHARE_OF_LONG
@@ -118,5 +120,5 @@ def _random_fault(
     if kind in _DAMAGE:
         step = 0 if joins else 1  # a worker of the beginning finds checkpoints when it joins again
     elif phase in _ONCE or phase == "restore":
-        step = 0
+        step = rng.randrange(2) if phase == END else 0  # before the others are told, and after it
     return JobFault(kind, worker, phase, step, **more)

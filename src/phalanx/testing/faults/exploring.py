@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import FailedPreconditionError
+from phalanx.testing.faults import elastic_history
 from phalanx.testing.faults.job_checkers import job_violations
 from phalanx.testing.faults.job_history import JobHistory
 from phalanx.testing.faults.jobs import JobSchedule
@@ -63,7 +64,8 @@ class JobVerdict:
         if not self.happened:
             return "no fault was reached"
         if self.run.exit_code:
-            return "ended by the exception"
+            is_after = elastic_history.has_lost_released(self.run.history)
+            return "lost a worker after the training" if is_after else "ended by the exception"
         restarts = self.run.history.attempts - 1
         return f"right after {restarts} restart{'s' * (restarts != 1)}" if restarts else "went on"
 

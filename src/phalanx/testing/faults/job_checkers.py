@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from phalanx.runtime.laboratory import END
 from phalanx.testing.faults import elastic_history
 from phalanx.testing.faults.job_history import Event, JobHistory, Life
 
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 _AT_ONCE = 5.0  # seconds from a death or an exception to the word that names it
+_AT_THE_SAME_TIME = 1.0  # seconds between two failures of which only one may be heard
 _DEADLY = ("kill", "raise", "cut")
 _LASTING = ("freeze", "slow")
 _DAMAGE = ("corrupt", "truncate")
@@ -48,7 +50,10 @@ def job_violations(
 
 
 def ended_well(history: JobHistory) -> Iterator[str]:
-    """The job has come to its end, and has succeeded; an elastic one ends if its program raises."""
+    """The job has come to its end, and has succeeded.
+
+    An elastic one fails if its program raises, or if a worker is lost in what follows the training.
+    """
     end = history.end
     if not end:
         yield "the job did not come to its end"
@@ -56,7 +61,8 @@ def ended_well(history: JobHistory) -> Iterator[str]:
         failed = [str(event["text"]) for event in history.launcher if event["event"] == "failed"]
         why = failed[-1] if failed else ""
         raised = [pair for pair in history.faults() if pair[1]["kind"] == "raise"]
-        if not (history.is_elastic and any(history.named(*pair) is not None for pair in raised)):
+        is_named = any(history.named(*pair) is not None for pair in raised)
+        if not (history.is_elastic and (is_named or elastic_history.has_lost_released(history))):
             yield f"the job ended with exit code {end['exit_code']}: {why:.600}"
 
 
@@ -248,9 +254,9 @@ def job_failures_named(history: JobHistory, deadline: float = 3.0, slack: float 
             continue
         seconds = history.named(life, fault)
         about = f"the {fault['kind']} of worker {life.worker} in attempt {life.attempt}"
-        if seconds is None:
+        if seconds is None and not _was_overtaken(history, life, fault):
             yield f"{about} was not named"
-        elif seconds > latest + slack:
+        elif seconds is not None and seconds > latest + slack:
             yield f"{about} was named after {seconds:.1f} seconds, not {latest:.1f}"
     for event in history.launcher:
         if event["event"] == "failed" and not event["text"].strip():
@@ -260,6 +266,8 @@ def job_failures_named(history: JobHistory, deadline: float = 3.0, slack: float 
 def _naming_seconds(fault: Event, deadline: float) -> float | None:
     """Within how many seconds a fault must be named; None if it need not be."""
     if fault["kind"] == "cut" and fault.get("phase") == "join":  # before others know of it
+        return None
+    if fault["kind"] == "slow" and fault.get("phase") == END:  # it is heard of, and comes to its end
         return None
     if fault["kind"] in _DEADLY:
         return _AT_ONCE
@@ -281,6 +289,18 @@ def _was_first(history: JobHistory, life: Life, fault: Event) -> bool:
     ]
     return not any(
         x["event"] == "failure" or x["kind"] in (*_DEADLY, *_LASTING, "notice", "full") for x in earlier
+    )
+
+
+def _was_overtaken(history: JobHistory, life: Life, fault: Event) -> bool:
+    """Whether another worker failed while this one still wrote down its exception, and was named."""
+    return fault["kind"] == "raise" and any(
+        other.attempt == life.attempt
+        and event is not fault
+        and 0.0 <= float(event["at"]) - float(fault["at"]) < _AT_THE_SAME_TIME
+        and history.named(other, event) is not None
+        for other, event in history.faults()
+        if event["kind"] in _DEADLY
     )
 
 

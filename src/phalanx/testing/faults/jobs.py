@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
+from phalanx.runtime.laboratory import DELAYED, END
 
 __all__ = ["ELASTIC_FAULTS", "JOB_FAULTS", "JobFault", "JobSchedule", "random_job_schedule"]
 
@@ -18,12 +19,12 @@ _ANYWHERE = ("input", "step", "save", "restore", "record")
 
 JOB_FAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "kill": ("start", *_ANYWHERE, "write", "commit"),  # SIGKILL
-        "freeze": _ANYWHERE,  # SIGSTOP, and SIGCONT after a while
+        "kill": ("start", *_ANYWHERE, "write", "commit", END),  # SIGKILL
+        "freeze": (*_ANYWHERE, END),  # SIGSTOP, and SIGCONT after a while
         "raise": ("start", *_ANYWHERE),  # an exception
-        "slow": _ANYWHERE,  # the worker sleeps for a while
-        "notice": ("input", "step", "record"),  # SIGTERM or SIGUSR1: the machine will be taken away
-        "cut": ("input", "step", "record"),  # all TCP connections of the worker end
+        "slow": (*_ANYWHERE, END),  # the worker sleeps for a while
+        "notice": ("input", "step", "record", END),  # SIGTERM or SIGUSR1: the machine will go away
+        "cut": ("input", "step", "record", END),  # all TCP connections of the worker end
         "corrupt": ("start",),  # a bit of the newest checkpoint flips, if there is an older one
         "truncate": ("start",),  # a file of the newest one loses its end, if there is an older one
         "full": ("write",),  # the disk is full
@@ -34,11 +35,11 @@ JOB_FAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 ELASTIC_FAULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "kill": ("join", "carry", *_ANYWHERE, "write", "commit"),
-        "freeze": ("join", *_ANYWHERE),
-        "slow": ("join", "carry", *_ANYWHERE),
-        "notice": ("input", "step", "record"),
-        "cut": ("join", "input", "step", "record", "save"),
+        "kill": ("join", "carry", *_ANYWHERE, "write", "commit", END),
+        "freeze": ("join", *_ANYWHERE, END),
+        "slow": ("join", "carry", *_ANYWHERE, END),
+        "notice": ("input", "step", "record", END),
+        "cut": ("join", "input", "step", "record", "save", END),
         "corrupt": ("join",),
         "truncate": ("join",),
         "full": ("write",),
@@ -294,7 +295,7 @@ def random_job_schedule(
         >>> from phalanx.testing import faults
         >>> print(faults.random_job_schedule(3, workers=2, kinds=["kill"], most=1))
         The fault schedule of seed 3, 2 workers:
-          attempt 0: kill worker 0 in commit 2
+          attempt 0: kill worker 0 in start 0 + 0.032 s
     """
     if unknown := [kind for kind in kinds if kind not in JOB_FAULTS]:
         raise InvalidValueError(
@@ -322,6 +323,13 @@ def random_job_schedule(
     return JobSchedule(seed, count, tuple(found))
 
 
+def _times(phase: str, steps: int) -> int:
+    """How often a process comes to a phase, of those times that are worth a fault."""
+    if phase == END:
+        return 2  # before the others are told, and after it
+    return min(3, steps) if phase in _RARE else steps
+
+
 def _random_fault(
     rng: random.Random,
     kind: str,
@@ -332,7 +340,7 @@ def _random_fault(
     deadline: float,
 ) -> JobFault:
     more: dict[str, Any] = {}
-    if kind in ("kill", "freeze", "notice", "cut") and rng.random() < 0.5:
+    if kind in DELAYED and phase != END and rng.random() < 0.5:  # a while later it has ended
         more["after"] = round(rng.random() ** 2 * 0.05, 4)
     if kind in _LASTING:  # now and then too long
         long = rng.random() < 0.3
@@ -342,11 +350,7 @@ def _random_fault(
     if kind == "notice":
         more["signal"] = rng.choice(("SIGTERM", "SIGUSR1"))
     latest = often if attempt == 0 else max(1, often // 3)
-    step = (
-        0
-        if phase in ("start", "restore")
-        else rng.randrange(min(3, latest) if phase in _RARE else latest)
-    )
+    step = 0 if phase in ("start", "restore") else rng.randrange(_times(phase, latest))
     # Only the first worker writes what all have.
     worker = 0 if phase in ("write", "commit") or kind in _DAMAGE else rng.randrange(workers)
     return JobFault(kind, worker, phase, step, attempt, **more)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import InvalidValueError, NotFoundError, PhalanxError
-from phalanx.job.elastic.membership import Generation, WorkerLimits
+from phalanx.job.elastic.orders import Generation, WorkerLimits
 from phalanx.job.hub.descriptions import Task, describe_exit
 from phalanx.job.hub.server import Hub
 from phalanx.job.hub.tunnel import remove_left_behind
@@ -179,6 +179,7 @@ def _limits(job: Job, schedule: JobSchedule, deadline: float) -> WorkerLimits:
         schedule.workers,
         replacements=job.restarts,
         patience=60.0,
+        deadline=deadline,
         stopping=_STOPPING * deadline,
         gathering=0.0,
     )
@@ -216,6 +217,10 @@ class _View:
     def goes_on(self, task: Task, code: int) -> None:
         """An elastic job has lost a worker."""
         self.note("lost", text=f"{task} {describe_exit(code)}", code=code)
+
+    def kills(self, task: Task, why: str) -> None:
+        """A worker is ended that the others, who have come to their end, do not hear of."""
+        self.note("kills", text=f"{task}: {why}")
 
     def generation(self, generation: Generation, names: Sequence[str]) -> None:
         """A generation of an elastic job begins."""
