@@ -13,16 +13,13 @@ from pathlib import Path
 
 from phalanx.cluster.resolvers import SimpleClusterResolver
 from phalanx.cluster.spec import ClusterSpec
-from phalanx.net.addresses import listen
+from phalanx.job.launch.ports import PortReservation
 
 
 def free_addresses(count: int) -> list[str]:
-    """Addresses on this machine at which no process listens at this moment."""
-    sockets = [listen("127.0.0.1", 0) for _ in range(count)]
-    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
-    for s in sockets:
-        s.close()
-    return addresses
+    """Addresses on this machine that no process uses, and that the system gives to nobody."""
+    with PortReservation(count) as reservation:
+        return [f"127.0.0.1:{port}" for port in reservation.ports]
 
 
 def resolver(addresses: list[str], rank: int = 0) -> SimpleClusterResolver:

@@ -26,6 +26,7 @@ from phalanx.cli import main
 from phalanx.cli.porting import port
 from phalanx.cli.porting_arguments import _KEYWORDS
 from phalanx.cli.porting_names import NAMES, PREFIXES, counterpart, table, tensorflow_names
+from phalanx.job.launch.ports import PortReservation
 
 CORPUS = Path(__file__).parent / "corpus"
 PRINTED = {
@@ -100,7 +101,9 @@ SLOW = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in SLOW)) for name in PRINTED]
 )
-def test_programs_run_after_porting(name: str, tmp_path: Path) -> None:
+def test_programs_run_after_porting(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = (CORPUS / f"{name}.py").read_text()
     done = port(source)
     assert [
@@ -116,7 +119,9 @@ def test_programs_run_after_porting(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.py"
     path.write_text(text)
     try:
-        printed = run_program(str(path))
+        with PortReservation(4) as reservation:  # for programs that make a cluster
+            monkeypatch.setenv("PORTS", ",".join(map(str, reservation.ports)))
+            printed = run_program(str(path))
     finally:
         px.random.set_seed(None)
     assert printed.splitlines() == PRINTED[name]

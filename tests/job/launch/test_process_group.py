@@ -19,6 +19,8 @@ from phalanx.job.launch.exit_policy import EndReason, ExitPolicy, Patience
 from phalanx.job.launch.process_group import Command, GroupOutcome, Interrupts, run_process_group
 from phalanx.job.launch.worker_process import Guard, Process
 
+# Patient with those that end by themselves, which may take long on a busy machine.
+PATIENT = Patience(peers=0.2, interrupt=60, terminate=60, kill=5)
 QUICK = Patience(peers=0.2, interrupt=0.5, terminate=0.5, kill=5)
 CHILD = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid, flush=True)\n"
 WAIT = "import threading; threading.Event().wait(100)\n"
@@ -50,9 +52,11 @@ def commands(*programs: str) -> list[Command]:
     ]
 
 
-def run(*programs: str, lines: Lines | None = None, **options: object) -> tuple[GroupOutcome, Lines]:
+def run(
+    *programs: str, lines: Lines | None = None, patience: Patience = PATIENT, **options: object
+) -> tuple[GroupOutcome, Lines]:
     lines = lines or Lines()
-    outcome = run_process_group(commands(*programs), lines, patience=QUICK, **options)  # type: ignore[arg-type]
+    outcome = run_process_group(commands(*programs), lines, patience=patience, **options)  # type: ignore[arg-type]
     return outcome, lines
 
 
@@ -85,7 +89,8 @@ def test_those_that_want_to_stay_are_killed(tmp_path: Path) -> None:
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"open({str(ready)!r}, 'w').close()\n"
     )
-    outcome, _ = run(stubborn + WAIT, f"open({str(ready)!r}).read(); raise SystemExit(3)")
+    ending = f"open({str(ready)!r}).read(); raise SystemExit(3)"
+    outcome, _ = run(stubborn + WAIT, ending, patience=QUICK)
     assert outcome.exit_code == 3
     assert outcome.codes == [-signal.SIGKILL, 3]
 
@@ -127,7 +132,7 @@ def test_the_timeout() -> None:
 
 
 def test_servers_are_ended_at_the_end() -> None:
-    outcome, _ = run("pass", WAIT, ending=ExitPolicy([True, False], QUICK))
+    outcome, _ = run("pass", WAIT, ending=ExitPolicy([True, False], PATIENT))
     assert outcome.exit_code == 0
     assert outcome.codes == [0, -signal.SIGTERM]
 
@@ -168,7 +173,7 @@ def test_ctrl_c_cannot_be_ignored_for_ever() -> None:
     deaf = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n" + READY + WAIT
     with Interrupts() as interrupts:
         lines = interrupt_when_all_are_there(1, signal.SIGINT)
-        outcome, _ = run(deaf, lines=lines, interrupts=interrupts)
+        outcome, _ = run(deaf, lines=lines, interrupts=interrupts, patience=QUICK)
     assert outcome.codes == [-signal.SIGKILL]
     assert outcome.exit_code == 130
 
@@ -212,7 +217,7 @@ def test_an_error_of_ours_leaves_no_process() -> None:
 def test_a_program_that_cannot_be_started_leaves_no_process() -> None:
     missing = Command("bad", ["/no/such/program"], {})
     with pytest.raises(px.errors.NotFoundError, match="/no/such/program"):
-        run_process_group([*commands(WAIT), missing], Lines(), patience=QUICK)
+        run_process_group([*commands(WAIT), missing], Lines(), patience=PATIENT)
 
 
 def test_junk_and_long_lines_and_no_line_end() -> None:
@@ -276,6 +281,35 @@ def test_a_mark_finds_processes_wherever_they_are() -> None:
         finally:
             process.close()
         assert process.code == -signal.SIGTERM
+
+
+def test_a_stopped_process_is_asked_to_end_as_well() -> None:
+    """It comes to its end at once, in place of waiting for the signal that none survives."""
+    program = f"""
+import os, signal
+def end(*_):
+    print("goes", flush=True)
+    os._exit(4)
+signal.signal(signal.SIGTERM, end)
+print("stops", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+{WAIT}"""
+    patience = Patience(peers=0.0, terminate=60)
+    with Interrupts() as interrupts:
+        sink = Lines(
+            lambda index, line: signal.raise_signal(signal.SIGTERM) if line == b"stops" else None
+        )
+        outcome = run_process_group(commands(program), sink, patience=patience, interrupts=interrupts)
+    assert outcome.codes == [4]
+    assert sink.out[0] == [b"stops", b"goes"]
+    with Guard() as own:
+        process = Process(["sleep", "1000"], dict(os.environ), own, name="a")
+        process.send(signal.SIGSTOP)
+        try:
+            guard.end_all(own.mark, [])
+            assert process.wait(10) == -signal.SIGTERM
+        finally:
+            process.close()
 
 
 def test_without_its_guard_a_job_goes_on() -> None:

@@ -1,14 +1,14 @@
 """Parameter server training: servers in this process, a coordinator, and per-worker datasets."""
 
-import socket
+import os
 
 import tensorflow as tf
 
+PORTS = os.environ["PORTS"].split(",")
+
 
 def pick_unused_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
+    return PORTS.pop()
 
 
 def create_in_process_cluster(num_workers, num_ps):
