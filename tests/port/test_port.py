@@ -101,9 +101,7 @@ SLOW = (
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in SLOW)) for name in PRINTED]
 )
-def test_programs_run_after_porting(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_run_after_porting(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (CORPUS / f"{name}.py").read_text()
     done = port(source)
     assert [

@@ -58,9 +58,12 @@ def main(folder: Path, plan: str) -> int:
             (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
         if deed == "busy":  # until another one has waited for longer than for one that is frozen
-            busy = Member(str(answer.hub), os.environ["PHALANX_TOKEN"], "worker", answer.rank)
             wait_for(folder / "waits", age=1.5)
-            busy.leave()
+        if deed == "compute":  # in native code that holds Python's lock, so that no thread can answer
+            wait_for(folder / "lost")
+            begun = time.process_time()
+            sum(range(5_000_000))
+            sum(range(int(5_000_000 * 2.5 / (time.process_time() - begun))))
         if deed == "cut":  # and what is told next must arrive all the same
             cut_all()
         if deed in ("notice", "cut"):
@@ -77,7 +80,7 @@ def main(folder: Path, plan: str) -> int:
                 if deed == "fall":  # in what the program does after the training
                     os.kill(os.getpid(), signal.SIGKILL)
                 return 0
-        elif deed in ("lose", "busy"):  # as if the hub had told that another worker is gone
+        elif deed in ("lose", "busy", "compute"):  # as if the hub had told that another worker is gone
             wait_for(folder / "lost")
             (folder / "waits").touch()
         else:

@@ -20,6 +20,7 @@ from tests.job.elastic.protocol_worker import wait_for
 from phalanx.cli import main
 from phalanx.cli.arguments import wanted_workers, worker_range
 from phalanx.errors import InvalidValueError
+from phalanx.job.elastic import door
 from phalanx.job.elastic.orders import WorkerLimits
 from phalanx.job.hub import silent_members
 from phalanx.job.launch import idleness
@@ -173,9 +174,7 @@ def test_a_frozen_worker_is_killed_and_replaced(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worker 1 stops (SIGSTOP), and does not say where it stands when the others do."""
-    monkeypatch.setattr(
-        WorkerLimits, "__init__", functools.partialmethod(_hasty, WorkerLimits.__init__)
-    )
+    hasten(monkeypatch)
     plan = "1.1=freeze,0.1=lose,0.3=finish,2.3=finish"
     assert play(tmp_path, plan, "--workers", "1:2", "--restarts", "1") == 0
     out, err = capfd.readouterr()
@@ -187,10 +186,8 @@ def test_a_frozen_worker_is_killed_and_replaced(
 def test_a_worker_that_is_busy_on_its_own_is_waited_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Worker 1 is lost while worker 2 evaluates, say: its thread still speaks with the hub."""
-    monkeypatch.setattr(
-        WorkerLimits, "__init__", functools.partialmethod(_hasty, WorkerLimits.__init__)
-    )
+    """Worker 1 is lost while worker 2 evaluates, say: its thread still speaks with the door."""
+    hasten(monkeypatch)
     plan = "0.1=lose,1.1=137,2.1=busy,0.2=finish,2.2=finish"
     assert play(tmp_path, plan, "--workers", "2:3", "--restarts", "0", "--wait", "5") == 0
     out, err = capfd.readouterr()
@@ -222,9 +219,40 @@ def test_a_job_of_which_a_worker_is_lost_after_the_training_has_not_succeeded(
     ) in capfd.readouterr().err
 
 
+def test_a_worker_that_computes_and_cannot_answer_is_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 is lost while worker 2 imports its modules anew, say."""
+    hasten(monkeypatch)
+    monkeypatch.setattr(idleness, "_SECONDS", 0.2)
+    plan = "0.1=lose,1.1=137,2.1=compute,0.2=finish,2.2=finish"
+    assert play(tmp_path, plan, "--workers", "2:3", "--restarts", "0", "--wait", "5") == 0
+    out, err = capfd.readouterr()
+    assert "is ended" not in err
+    assert "0 in 2: worker 0, worker 2; worker 1 was killed by signal 9 (SIGKILL)" in out
+
+
+def test_a_worker_that_freezes_when_it_is_alone_does_not_keep_out_those_at_the_door(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasten(monkeypatch)
+    with beside(tmp_path, ["lost"], lambda: main(["resize", "2", "--job", str(os.getpid())])):
+        plan = "checkpoint=1,0.1=freeze,1.2=finish"
+        assert play(tmp_path, plan, "-n", "1", "--workers", "1:2", "--restarts", "0") == 0
+    out, err = capfd.readouterr()
+    assert "worker 0 is ended. It has been asked to stop, as workers come or go, and nothing" in err
+    assert "1 in 2: worker 1; worker 1 has come; worker 0 was ended, because nothing was heard" in out
+
+
+def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give workers only a moment to say where they stand."""
+    before = WorkerLimits.__init__
+    monkeypatch.setattr(WorkerLimits, "__init__", functools.partialmethod(_hasty, before))
+    monkeypatch.setattr(door, "_ASK_EVERY", 0.0)
+
+
 def _hasty(self: Any, before: Any, *args: Any, **how: Any) -> None:
-    """Limits that give workers a moment to say where they stand."""
-    before(self, *args, **how, stopping=0.5)
+    before(self, *args, **how, stopping=1.0)
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class World:
         self.count = 0
         self.asked = self.made = False
         self.heard = 0.0  # when all were known to run
-        self.stopped = math.inf  # when the first member has left its generation
+        self.stopped = math.inf  # when the first member has left its generation, or was asked to
         self.leaving: set[int] = set()  # those that want to leave, or shall
         self.left_to_spawn = limits.replacements
         self.results: list[list[int]] = []
@@ -70,7 +70,7 @@ class World:
                 case Begin(generation):
                     self.begin(generation)
                 case Stop():
-                    self.asked = True
+                    self.asked, self.stopped = True, min(self.stopped, self.now)
                 case Again(worker):
                     assert self.alive[worker].place == "finished"
                     self.alive[worker].place = "running"
@@ -445,6 +445,38 @@ def test_a_worker_that_was_heard_of_and_then_no_more_is_ended() -> None:
     assert job.tick(5.0, [1]) == []
     assert job.tick(8.9) == []
     assert len(job.tick(9.0)) == 1
+
+
+def test_when_all_that_train_are_silent_they_do_not_keep_out_those_at_the_door() -> None:
+    """One that is alone has none beside it who would miss it."""
+    job, _ = start(WorkerLimits(1, 2, stopping=4.0), 1)
+    assert job.tick(10.0) == []  # none waits for it
+    job.resize(2, 10.0)
+    job.started(1, "worker 1", 10.0)
+    assert not job.is_stopping
+    assert job.arrived(1, 11.0, recoverable=True) == [Stop((0,), save=False)]
+    assert job.is_stopping
+    assert job.tick(14.0, [0]) == []  # it has an evaluation to do, say, which may take long
+    assert job.tick(17.9) == []
+    [order] = job.tick(18.0)
+    assert isinstance(order, End)
+    assert order.worker == 0
+    assert job.tick(30.0) == []  # it is being ended
+    [order] = job.gone(0, "was killed by signal 9", 30.1)
+    assert isinstance(order, Begin)
+    assert order.generation.members == (1,)
+    assert order.generation.reason.endswith("worker 0 was ended, because nothing was heard of it")
+
+
+def test_one_that_is_silent_is_left_to_those_that_train_with_it() -> None:
+    job, _ = start(WorkerLimits(1, 3, stopping=4.0), 2)
+    job.resize(3, 2.0)
+    job.started(2, "worker 2", 2.0)
+    job.arrived(2, 3.0)
+    for now in range(4, 60):
+        assert job.tick(now, [0]) == []
+    assert job.tick(62.9) == []
+    assert {order.worker for order in job.tick(63.0)} == {0, 1}
 
 
 def test_one_that_has_finished_comes_back_for_one_that_has_not() -> None:

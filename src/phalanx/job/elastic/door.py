@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -37,6 +36,7 @@ from phalanx.net.connection import Connection
 from phalanx.net.event_loop import EventLoop
 from phalanx.net.framing import Message
 from phalanx.net.listener import Listener
+from phalanx.runtime.observed_time import ObservedTime
 
 __all__ = ["DOOR", "Door", "DoorDisplay", "Host", "ask_door", "connect_to_door"]
 
@@ -44,6 +44,8 @@ DOOR = {"service": "door"}
 """What connections of workers that wait are for."""
 
 _TICK = 0.25  # seconds
+_ASK_EVERY = 1.0  # seconds
+_FROZEN = 2.0  # seconds without a tick, in which the launcher itself did not run
 _LONGEST_NUMBER = 1 << 62
 
 
@@ -67,6 +69,9 @@ class Host(Protocol):
 
     def cause_of_death(self, worker: int) -> int | None:
         """The exit code of a worker that may have ended."""
+
+    def computes(self, pid: int) -> bool:
+        """Whether a process is known to have computed a moment ago."""
 
     def is_idle(self, pid: int) -> bool:
         """Whether a process has not computed since the last look; called in the thread of a hub."""
@@ -103,10 +108,14 @@ class Door:
         self._loop = EventLoop("phalanx-door")
         self._connections: dict[int, Connection] = {}
         self._letters: dict[int, Letters] = {}
+        self._pids: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._tasks: dict[Task, int] = {}
         self._hub: Hub | None = None
         self._closing: list[threading.Thread] = []
+        self._now = ObservedTime(_FROZEN)
+        self._asked = 0.0  # when the members were asked whether they are there
+        self._answered: set[int] = set()  # those that have said so since the last tick
         sock = listen(host, 0)
         self.address = join_address(host, sock.getsockname()[1])
         """Where workers come to."""
@@ -152,7 +161,7 @@ class Door:
             for task, number in self._tasks.items():
                 if number == worker and self._hub is not None:
                     self._hub.exited(task, code)
-            self._do(self._state.gone(worker, how, time.monotonic(), replace, left))
+            self._do(self._state.gone(worker, how, self._now(), replace, left))
 
         self._loop.call(tell)
 
@@ -162,15 +171,15 @@ class Door:
 
     def all_leave(self) -> None:
         """All machines will be taken away."""
-        self._loop.call(lambda: self._do(self._state.all_leave(time.monotonic())))
+        self._loop.call(lambda: self._do(self._state.all_leave(self._now())))
 
     def resize(self, size: int) -> None:
         """As many workers are wanted."""
-        self._loop.call(lambda: self._do(self._state.resize(size, time.monotonic())))
+        self._loop.call(lambda: self._do(self._state.resize(size, self._now())))
 
     def _started(self, worker: int, name: str) -> None:
         self._names[worker] = name
-        self._do(self._state.started(worker, name, time.monotonic()))
+        self._do(self._state.started(worker, name, self._now()))
 
     # -- what workers tell -----------------------------------------------------------------------
 
@@ -190,7 +199,7 @@ class Door:
             del self._connections[peer[0]]
 
     def _handle(self, connection: Connection, peer: list[int], received: Message) -> None:
-        message, now = received.fields, time.monotonic()
+        message, now = received.fields, self._now()
         kind = message.get("type")
         if kind == "resize":
             self._answer_resize(connection, received, now)
@@ -203,6 +212,9 @@ class Door:
             raise InvalidValueError(f"There is no such worker. Received: {worker}")
         if kind == "back":
             self._come_back(connection, peer, worker, message)
+            return
+        if kind == "there":
+            self._answered.add(worker)
             return
         if not self._letters[worker].is_next(message):
             return
@@ -225,7 +237,7 @@ class Door:
     ) -> None:
         """A process has connected: for the first time, or because its connection had closed."""
         peer[:] = [worker]
-        self._connections[worker] = connection
+        self._connections[worker], self._pids[worker] = connection, fields.whole(message, "pid")
         if message.get("anew") is True:
             self._letters[worker] = Letters()
             return
@@ -257,16 +269,24 @@ class Door:
     # -- orders ----------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        heard = self._heard() if self._state.is_stopping else []
-        self._do(self._state.tick(time.monotonic(), heard))
+        now = self._now()
+        heard = self._heard(now) if self._state.is_stopping else set()
+        self._do(self._state.tick(now, heard))
 
-    def _heard(self) -> list[int]:
-        """The members of this generation whose processes run, as far as its hub knows."""
-        if self._hub is None:
-            return []
-        rows = self._hub.table().rows
-        pairs = zip(self._tasks.values(), rows, strict=True)
-        return [n for n, row in pairs if row["state"] == "joined" and not row["quiet"]]
+    def _heard(self, now: float) -> set[int]:
+        """The members of this generation whose processes run.
+
+        Their threads say so while the training thread is busy, unless native code holds Python's lock;
+        then the process computes, as it does while it imports its modules anew.
+        """
+        members = list(self._tasks.values())
+        if now - self._asked >= _ASK_EVERY:
+            self._asked = now
+            for connection in [self._connections[w] for w in members if w in self._connections]:
+                connection.send({"type": "there"})
+        heard, self._answered = self._answered, set()
+        computing = (worker for worker in members if self._launcher.computes(self._pids[worker]))
+        return heard.union(computing)
 
     def _do(self, orders: Sequence[Order]) -> None:
         for order in orders:

@@ -96,6 +96,7 @@ class ElasticMembership:
         self._missed: list[tuple[str, str]] = []  # names of those who are gone, and how
         self._has_lost = False  # whether a member of this generation is gone
         self._asked: Stop | None = None
+        self._asked_since = 0.0
         self._stopping_since: float | None = None
         self._short_since: float | None = None
         self._over_since: float | None = None
@@ -251,8 +252,8 @@ class ElasticMembership:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether some members of a generation have stopped, and wait for the others."""
-        return self._stopping_since is not None
+        """Whether members of a generation are to stop, so that it counts who is heard of."""
+        return self._stopping_since is not None or self._asked is not None
 
     def tick(self, now: float, heard: Iterable[int] = ()) -> list[Order]:
         """Time has passed, and the processes of some workers are known to run."""
@@ -312,9 +313,23 @@ class ElasticMembership:
             return []
         order = Stop(tuple(w.number for w in running), leaving)
         if self._asked is not None and (self._asked.save or not leaving):
-            return []  # they know
-        self._asked = order
+            return self._end_if_all_are_silent(running, now)  # they know
+        self._asked, self._asked_since = order, now
         return [order]
+
+    def _end_if_all_are_silent(self, running: list[_Worker], now: float) -> list[Order]:
+        """If one that trains is silent, the others find out; here none is left who could."""
+        silent = min(now - max(self._asked_since, w.heard) for w in running)
+        is_known = any(w.ended for w in running) or self._at(_Is.FINISHED)
+        if is_known or silent < self.limits.stopping:
+            return []
+        for worker in running:
+            worker.ended = "was ended, because nothing was heard of it"
+        why = (
+            "It has been asked to stop, as workers come or go, and nothing has been heard of any that "
+            f"trains for {self.limits.stopping:g} seconds."
+        )
+        return [End(worker.number, why) for worker in running]
 
     def _end_if_late(self, worker: _Worker, now: float) -> list[Order]:
         """Others wait at the door for this one: for how long depends on whether its process runs."""

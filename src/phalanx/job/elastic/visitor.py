@@ -133,8 +133,8 @@ class Visitor:
                 sock.close()
                 return
             self._client = client
-            about = {"worker": self._number, "anew": anew, "heard": self._letters.heard}
-            client.send({"type": "back", **about})
+            about = {"worker": self._number, "pid": os.getpid(), "anew": anew}
+            client.send({"type": "back", **about, "heard": self._letters.heard})
             self._changed.notify_all()
         client.start()
 
@@ -280,6 +280,10 @@ class Visitor:
                 for letter in self._letters.after(int(fields["heard"])):
                     if self._client is not None:
                         self._client.send(letter)
+                return
+            if kind == "there":
+                if self._client is not None:
+                    self._client.send({"type": "there", "worker": self._number})
                 return
             if not self._letters.is_next(fields):
                 return

@@ -117,7 +117,8 @@ class _Workers:
         self._finished: set[int] = set()  # workers that are told that the training has ended
         self._generations: list[tuple[Generation, list[str], Hub | None]] = []
         self.wakeup = Wakeup()
-        self.is_idle = idleness_of(job)
+        self.is_idle = idleness_of(job).is_idle
+        self._computing = idleness_of(job)
 
     @property
     def blamed(self) -> Failure | None:
@@ -204,6 +205,10 @@ class _Workers:
         self._view.generation(generation, names)
 
     # -- in the thread of the door ---------------------------------------------------------------
+
+    def computes(self, pid: int) -> bool:
+        """Whether a process is known to have computed a moment ago."""
+        return self._computing.computes(pid) is True
 
     def spawn(self, count: int) -> None:
         """Start so many workers more."""

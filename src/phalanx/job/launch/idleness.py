@@ -21,8 +21,8 @@ class Idleness:
     Examples:
         >>> used, now = [1.0, 3.0, 3.1, 3.1], [0.0, 2.0, 4.0, 5.0]
         >>> process = Idleness(lambda pid: used.pop(0), lambda: now.pop(0))
-        >>> [process.is_idle(7) for _ in range(3)]
-        [False, False, True]
+        >>> [process.computes(7) for _ in range(4)]
+        [None, True, False, None]
     """
 
     def __init__(
@@ -33,13 +33,20 @@ class Idleness:
         self._used, self._clock = used, clock
         self._seen: dict[int, tuple[float, float]] = {}
 
-    def is_idle(self, pid: int) -> bool:
-        """Whether a process has not computed since the last look, or nothing is known of it."""
+    def computes(self, pid: int) -> bool | None:
+        """Whether a process has computed since the last look; None if that was only a moment ago.
+
+        A process of which nothing is known does not.
+        """
         used, now = self._used(pid), self._clock()
         if used is None:
-            return True
+            return False
         before, since = self._seen.setdefault(pid, (used, now))
         if now - since < _SECONDS:
-            return False
+            return None
         self._seen[pid] = used, now
-        return used - before < _SHARE * (now - since)
+        return used - before >= _SHARE * (now - since)
+
+    def is_idle(self, pid: int) -> bool:
+        """Whether a process is known not to have computed since the last look."""
+        return self.computes(pid) is False

@@ -227,9 +227,9 @@ def _attempt(
         return judge(tasks, outcome, hub.failure)
 
 
-def idleness_of(job: Job) -> Callable[[int], bool]:
-    """Says whether a process of a job is idle, as far as that can be seen from here."""
-    return Idleness().is_idle if job.hosts is None and job.ray is None else lambda pid: True
+def idleness_of(job: Job) -> Idleness:
+    """Says whether processes of a job compute, as far as that can be seen from here."""
+    return Idleness() if job.hosts is None and job.ray is None else Idleness(lambda pid: None)
 
 
 class _Killer:
@@ -240,12 +240,12 @@ class _Killer:
     def __init__(self, view: JobDisplay, tasks: Sequence[Task], job: Job) -> None:
         self.wakeup = Wakeup()
         self._view, self._tasks = view, list(tasks)
-        self._is_idle = idleness_of(job)
+        self._idleness = idleness_of(job)
         self._asked: deque[Abandoned] = deque()
 
     def end(self, member: Abandoned) -> bool:
         """End the process of a member, and say why, unless it computes; returns whether it ends."""
-        is_idle = self._is_idle(member.pid)
+        is_idle = self._idleness.is_idle(member.pid)
         if is_idle:
             self._asked.append(member)
             self.wakeup.ring()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from phalanx.errors import PhalanxError
+from phalanx.runtime.observed_time import ObservedTime
 
 __all__ = ["FROZEN", "Pulse", "hear_from_writers"]
 
@@ -67,16 +68,14 @@ def hear_from_writers(
         clock: the time.
     """
     told: dict[int, Any] = {}
-    looked = clock()
-    since = dict.fromkeys(ranks, looked)
+    observed = ObservedTime(FROZEN, clock)
+    since = dict.fromkeys(ranks, observed())
     while True:
         left = [rank for rank in ranks if rank not in told]
-        now = clock()
-        frozen = max(0.0, now - looked - FROZEN)  # this process did not run, so it heard nothing
-        since, looked = {rank: at + frozen for rank, at in since.items()}, now
+        now = observed()
         rest = max((since[rank] + seconds - now for rank in left), default=0.0)
         if not left or rest <= 0:
             return told
         told |= member.hear(name, left, min(rest, _TELL_EVERY))
         for rank in member.hear(f"writing {number}", left, 0.0):
-            since[rank] = clock()
+            since[rank] = observed()
