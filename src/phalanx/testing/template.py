@@ -7,6 +7,7 @@ closed the copy's own socket. When the parent is gone it ends. Like `child.py`, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -18,6 +19,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,12 @@ def main(descriptor: int) -> None:
         gc.freeze()  # so that looking for garbage does not touch, and so copy, all memory
         order = _serve(parent)
     if order is not None:
-        _work(*order)
+        code: object = 0
+        try:
+            _work(*order)
+        except SystemExit as end:
+            code = end.code
+        _end(code)
 
 
 def _serve(parent: socket.socket) -> tuple[dict[str, str], list[int]] | None:
@@ -119,6 +126,18 @@ def _work(environ: dict[str, str], descriptors: list[int]) -> None:
     child = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(child)
     child.main(commands, replies)
+
+
+def _end(code: object) -> None:
+    """End as Python does, but leave the modules as they are: to take them apart copies all memory."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 # -- messages, also of the other side ---------------------------------------------------------------
