@@ -1,4 +1,4 @@
-"""The time in which this process has run: while it is frozen it hears of nobody."""
+"""The time in which this process has run: while it is frozen it hears nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ObservedTime:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """The time, less that in which nobody looked."""
+        """The time, less that in which none looked."""
         looked = self._clock()
         if self._looked is None:
             self._now = looked

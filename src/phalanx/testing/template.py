@@ -19,7 +19,6 @@ import selectors
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ DESCRIPTORS = 5
 
 def main(descriptor: int) -> None:
     """Serve until the parent is gone; a copy goes on as a worker."""
+    atexit.register(_leave)  # before all others, so that it is called after them
     with socket.socket(fileno=descriptor) as parent:
         first = receive(parent)
         if first is None:
@@ -43,12 +43,12 @@ def main(descriptor: int) -> None:
         gc.freeze()  # so that looking for garbage does not touch, and so copy, all memory
         order = _serve(parent)
     if order is not None:
-        code: object = 0
         try:
             _work(*order)
         except SystemExit as end:
-            code = end.code
-        _end(code)
+            _codes.append(end.code)
+            raise
+        _codes.append(None)
 
 
 def _serve(parent: socket.socket) -> tuple[dict[str, str], list[int]] | None:
@@ -128,16 +128,17 @@ def _work(environ: dict[str, str], descriptors: list[int]) -> None:
     child.main(commands, replies)
 
 
-def _end(code: object) -> None:
-    """End as Python does, but leave the modules as they are: to take them apart copies all memory."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
+_codes: list[object] = []
+"""How a copy ends, when it has come to its end."""
+
+
+def _leave() -> None:
+    """End a copy at once: Python would take all modules apart, which copies all memory."""
+    if _codes:
+        code = _codes[0] or 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
 
 
 # -- messages, also of the other side ---------------------------------------------------------------
