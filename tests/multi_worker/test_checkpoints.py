@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import phalanx as px
+from phalanx.train.checkpoints import files
 from tests.multi_worker.checkpoint_sessions import Session, restore, save
 from tests.multi_worker.rules import strategy
+from tests.processes import wait_until
 
 LEVELS = ("states", "gradients", "parameters")
 
@@ -354,15 +356,23 @@ def test_no_worker_restores_what_one_of_them_cannot_read(
         path = str(tmp_path / f"own-{rank}")
         checkpoint.write(path)
         w.assign(2.0)
+        read, file = files.Saved.read, Path(path, "arrays-00000")
         if rank == 1:
-            Path(path, "arrays-00000").write_bytes(b"")
+            if damage == "another error":
+                files.Saved.read = fail  # type: ignore[method-assign]
+            else:
+                file.unlink()
+                file.mkdir() if damage == "it is a directory" else file.touch()
         problems = []
         try:
             checkpoint.restore(path)
-        except px.errors.DataLossError as error:
+        except (ValueError, px.errors.DataLossError) as error:
             problems.append(str(error))
+        finally:
+            files.Saved.read = read  # type: ignore[method-assign]
         return problems, float(w)
 
+    said = {"it is too short": "too short", "it is a directory": "Is a directory"}
     for (problem,), value in cluster.run(broken):
         assert value == 2.0
-        assert "too short" in problem
+        assert said.get(damage, damage) in problem

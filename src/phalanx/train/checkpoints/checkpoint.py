@@ -12,7 +12,7 @@ import numpy as np
 from phalanx.core import context as ctx
 from phalanx.core.variables import transactions
 from phalanx.core.variables.variable import Variable
-from phalanx.errors import DataLossError, InvalidValueError, PhalanxError
+from phalanx.errors import DataLossError, InvalidValueError
 from phalanx.job.bootstrap import JobConnection
 from phalanx.job.connection import connected
 from phalanx.runtime import laboratory
@@ -257,9 +257,10 @@ class Checkpoint:
             restoring = Restoring(saved, things, 0 if connection is None else connection.rank, names)
             restoring.read(line.add_of)
             waiting = waiting_values(saved, restoring.unused, without_state(objects), names)
-        except PhalanxError as error:
-            if connection is not None:
-                connection.member.exchange("restore", {"error": f"{error!s:.500}"})
+        except Exception as error:
+            if connection is not None:  # the others wait for what this one could read
+                problem = f"{type(error).__name__}: {error!s:.500}"
+                connection.member.exchange("restore", {"error": problem})
             raise
         if connection is not None:
             _agree(connection, saved, path)

@@ -338,6 +338,9 @@ class Saved:
             raise NotFoundError(
                 f"The checkpoint was removed while it was read. Received: {shown(str(self.path))}"
             ) from None
+        except OSError as error:
+            problem = f"the file {chunk.file!r} cannot be read ({error.strerror})"
+            raise self._damaged(name, problem) from error
         if checksum != chunk.checksum:
             raise self._damaged(name, f"its checksum in the file {chunk.file!r} does not fit")
         if chunk.size != chunk.region.size * dtype.itemsize:
