@@ -142,7 +142,7 @@ class Checkpoint:
             options: `px.train.CheckpointOptions`.
         """
         require_between_steps("Checkpoint.save")
-        self.sync()
+        # Counted before anything can fail: what only one worker knows must not let it count otherwise.
         self.save_counter.assign_add(1)
         given = numbered(file_prefix, int(self.save_counter))
         path = given.absolute()  # the program may go to another directory meanwhile
@@ -217,6 +217,10 @@ class Checkpoint:
     def sync(self) -> None:
         """Wait for a checkpoint that is being written, and raise what went wrong with it."""
         self._saver.wait()
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that is being written; the next call raises what went wrong with it."""
+        self._saver.settle()
 
     def raise_failure(self) -> None:
         """Raise what went wrong with a checkpoint that was written, without waiting for one."""
