@@ -278,7 +278,7 @@ class CheckpointManager:
             except (DataLossError, NotFoundError) as error:
                 if not present:
                     raise
-                self._kept = self._kept.with_first(newest)  # it goes before those that are whole
+                self._kept = self._kept.with_damaged(newest)
                 _log.warning("%s is not restored, but the checkpoint before it: %s", path, error)
                 continue
             self._last_step = None if self._counter is None else int(self._counter)
