@@ -216,14 +216,17 @@ manager = px.train.CheckpointManager(px.train.Checkpoint(v=px.Variable(0)), sys.
 manager.save()
 files.commit = held
 manager.save(options=px.train.CheckpointOptions(enable_async=True))
-over = manager.checkpoint._saver._is_over
-wait, actions = over.wait, [lambda: os.kill(os.getpid(), signal.SIGINT), gate.set]
+saver = manager.checkpoint._saver
+bell, actions = saver._bell, [lambda: os.kill(os.getpid(), signal.SIGINT), gate.set]
 
-def waited(seconds):
-    actions.pop(0)() if actions else None
-    return wait(seconds)
+class Bell:
+    ring = bell.ring
 
-over.wait = waited
+    def wait(self, seconds):
+        actions.pop(0)() if actions else None
+        return bell.wait(seconds)
+
+saver._bell = Bell()
 try:
     manager.sync()
 except KeyboardInterrupt:
@@ -243,6 +246,46 @@ def test_ctrl_c_while_a_program_waits_for_a_checkpoint_loses_nothing(tmp_path: P
     said = "interrupted True\n" + ("['ckpt-3']\n" if then == "go on" else "")
     assert (done.returncode, done.stdout) == (0, said), done.stderr
     assert folders(tmp_path) == (["ckpt-3"] if then == "go on" else ["ckpt-2"])
+
+
+def test_a_save_whose_thread_does_not_start_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v, checkpoint = counting()
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            checkpoint.write(str(tmp_path / "x"), IN_BACKGROUND)
+    assert not checkpoint.is_saving
+    v.assign(5)
+    path = checkpoint.write(str(tmp_path / "x"), IN_BACKGROUND)
+    checkpoint.sync()
+    assert px.train.load_variable(path, "v") == 5
+
+
+def test_all_threads_that_wait_for_a_save_see_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checkpoint = counting()
+    gate, begin = threading.Event(), directories.begin
+
+    def held(path: Path) -> Path:
+        gate.wait(60)
+        return begin(path)
+
+    monkeypatch.setattr(directories, "begin", held)
+    checkpoint.write(str(tmp_path / "x"), IN_BACKGROUND)
+    threads = [threading.Thread(target=checkpoint.sync) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    gate.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_a_save_that_is_under_way_counts_when_the_newest_is_restored(tmp_path: Path) -> None:
