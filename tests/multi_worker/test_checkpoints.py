@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import phalanx as px
+from phalanx.train.checkpoints import files
 from tests.multi_worker.checkpoint_sessions import Session, restore, save
 from tests.multi_worker.rules import strategy
+from tests.processes import wait_until
 
 LEVELS = ("states", "gradients", "parameters")
 
@@ -342,9 +344,56 @@ class _PerWorker:
 
 
 @pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
-def test_no_worker_restores_what_one_of_them_cannot_read(
-    cluster: px.testing.MultiProcess, tmp_path: Path
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_what_fails_on_one_worker_only_does_not_let_it_count_otherwise(
+    is_spread: bool, cluster: px.testing.MultiProcess, tmp_path: Path
 ) -> None:
+    """A callback fails in the background on the second worker, which hears of it in its next save."""
+
+    def go_on() -> list[str]:
+        s = strategy()
+        rank = s.cluster_resolver.task_id
+        with s.scope():
+            w = px.Variable([1.0, 2.0])
+        parts = {"state": _PerWorker(rank)} if is_spread else {}
+        checkpoint = px.train.Checkpoint(w=w, **parts)
+        manager = px.train.CheckpointManager(checkpoint, tmp_path / "managed", 5)
+        found = []
+
+        def upload() -> None:
+            if rank == 1:
+                raise RuntimeError("no answer")
+
+        for write in (
+            lambda options=None: manager.save(options=options),
+            lambda options=None: checkpoint.save(str(tmp_path / "alone" / "ckpt"), options),
+        ):
+            write(px.train.CheckpointOptions(experimental_write_callbacks=[upload], enable_async=True))
+            wait_until(lambda: not checkpoint.is_saving)
+            for _ in range(2):
+                try:
+                    found.append(str(write()).rpartition("/")[2])
+                except (RuntimeError, px.errors.AbortedError) as error:
+                    found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    first, second = cluster.run(go_on)
+    assert second == ["RuntimeError: no answer", "ckpt-3", "RuntimeError: no answer", "ckpt-6"]
+    assert first[1::2] == ["ckpt-3", "ckpt-6"]
+    if is_spread:
+        assert all("because worker 1 raised RuntimeError: no answer" in x for x in first[::2])
+    else:
+        assert first[::2] == ["ckpt-2", "ckpt-5"]
+
+
+@pytest.mark.parametrize("cluster", ["2x1"], indirect=True)
+@pytest.mark.parametrize("damage", ["it is too short", "it is a directory", "another error"])
+def test_no_worker_restores_what_one_of_them_cannot_read(
+    damage: str, cluster: px.testing.MultiProcess, tmp_path: Path
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("another error")
+
     def broken() -> tuple[list[str], float]:
         s = strategy()
         rank = s.cluster_resolver.task_id
@@ -354,15 +403,23 @@ def test_no_worker_restores_what_one_of_them_cannot_read(
         path = str(tmp_path / f"own-{rank}")
         checkpoint.write(path)
         w.assign(2.0)
+        read, file = files.Saved.read, Path(path, "arrays-00000")
         if rank == 1:
-            Path(path, "arrays-00000").write_bytes(b"")
+            if damage == "another error":
+                files.Saved.read = fail  # type: ignore[method-assign]
+            else:
+                file.unlink()
+                file.mkdir() if damage == "it is a directory" else file.touch()
         problems = []
         try:
             checkpoint.restore(path)
-        except px.errors.DataLossError as error:
+        except (ValueError, px.errors.DataLossError) as error:
             problems.append(str(error))
+        finally:
+            files.Saved.read = read  # type: ignore[method-assign]
         return problems, float(w)
 
+    said = {"it is too short": "too short", "it is a directory": "Is a directory"}
     for (problem,), value in cluster.run(broken):
         assert value == 2.0
-        assert "too short" in problem
+        assert said.get(damage, damage) in problem

@@ -485,3 +485,14 @@ def test_bit_flips_and_truncations_are_named_and_never_loaded(tmp_path: Path) ->
                 w.assign(np.full(50, -1.0, np.float32))
         (path / file).write_bytes(good)
     checkpoint.restore(str(path)).assert_consumed()
+
+
+def test_arrays_of_a_state_with_one_name_are_refused(tmp_path: Path) -> None:
+    """One would be lost: a key with a slash, and dicts in each other."""
+    state = {"a/b": np.array([1.0]), "a": {"b": np.array([2.0])}}
+    with pytest.raises(ValueError, match="'kept/a/b' twice"):
+        px.train.Checkpoint(kept=Kept(state)).write(str(tmp_path / "x"))
+    others = {"kept": Kept({"a": np.array([1.0])}), "kept/a": np.array([2.0])}
+    for objects in (others, dict(reversed(others.items()))):
+        with pytest.raises(ValueError, match="'kept/a' twice"):
+            px.train.Checkpoint(**objects).write(str(tmp_path / "x"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from tests.processes import wait_until
 
 import phalanx as px
-from phalanx.train.checkpoints import directories, files
+from phalanx.train.checkpoints import directories, files, state
 from phalanx.train.checkpoints.state import DirectoryState, change_state, read_state
 
 Manager = px.train.CheckpointManager
@@ -153,6 +154,25 @@ def test_two_processes_that_save_at_once_both_count(tmp_path: Path) -> None:
     assert len(read_state(tmp_path).names) == 40
 
 
+def test_a_lock_that_is_held_for_too_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that is frozen while it has the lock keeps none from saving."""
+    _, checkpoint = counting()
+    monkeypatch.setattr(state, "_LOCKED", 0.0)
+    held = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        path = checkpoint.save(str(tmp_path / "ckpt"))
+    finally:
+        os.close(held)
+    assert f"Another process has held the lock of {tmp_path}" in caplog.text
+    assert px.train.latest_checkpoint(str(tmp_path)) == path
+    caplog.clear()
+    checkpoint.save(str(tmp_path / "ckpt"))
+    assert not caplog.text
+
+
 # -- what stays for good -----------------------------------------------------------------------------
 
 
@@ -216,14 +236,17 @@ manager = px.train.CheckpointManager(px.train.Checkpoint(v=px.Variable(0)), sys.
 manager.save()
 files.commit = held
 manager.save(options=px.train.CheckpointOptions(enable_async=True))
-over = manager.checkpoint._saver._is_over
-wait, actions = over.wait, [lambda: os.kill(os.getpid(), signal.SIGINT), gate.set]
+saver = manager.checkpoint._saver
+bell, actions = saver._bell, [lambda: os.kill(os.getpid(), signal.SIGINT), gate.set]
 
-def waited(seconds):
-    actions.pop(0)() if actions else None
-    return wait(seconds)
+class Bell:
+    ring = bell.ring
 
-over.wait = waited
+    def wait(self, seconds):
+        actions.pop(0)() if actions else None
+        return bell.wait(seconds)
+
+saver._bell = Bell()
 try:
     manager.sync()
 except KeyboardInterrupt:
@@ -243,6 +266,46 @@ def test_ctrl_c_while_a_program_waits_for_a_checkpoint_loses_nothing(tmp_path: P
     said = "interrupted True\n" + ("['ckpt-3']\n" if then == "go on" else "")
     assert (done.returncode, done.stdout) == (0, said), done.stderr
     assert folders(tmp_path) == (["ckpt-3"] if then == "go on" else ["ckpt-2"])
+
+
+def test_a_save_whose_thread_does_not_start_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v, checkpoint = counting()
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            checkpoint.write(str(tmp_path / "x"), IN_BACKGROUND)
+    assert not checkpoint.is_saving
+    v.assign(5)
+    path = checkpoint.write(str(tmp_path / "x"), IN_BACKGROUND)
+    checkpoint.sync()
+    assert px.train.load_variable(path, "v") == 5
+
+
+def test_all_threads_that_wait_for_a_save_see_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checkpoint = counting()
+    gate, begin = threading.Event(), directories.begin
+
+    def held(path: Path) -> Path:
+        gate.wait(60)
+        return begin(path)
+
+    monkeypatch.setattr(directories, "begin", held)
+    checkpoint.write(str(tmp_path / "x"), IN_BACKGROUND)
+    threads = [threading.Thread(target=checkpoint.sync) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    gate.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_a_save_that_is_under_way_counts_when_the_newest_is_restored(tmp_path: Path) -> None:
@@ -348,7 +411,7 @@ def test_a_prefix_that_is_a_directory_saves_into_it(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_other_lives_and_machines(tmp_path: Path) -> None:
-    own, pid = socket.gethostname(), os.getpid()
+    own, pid = directories.machine(), os.getpid()
     alive = subprocess.Popen(["sleep", "1000"])
     try:
         stays = [f".a@{own}@{alive.pid}@0.partial", ".a@elsewhere@1@0.partial"]
@@ -365,6 +428,26 @@ def test_leftovers_of_other_lives_and_machines(tmp_path: Path) -> None:
     finally:
         alive.send_signal(signal.SIGKILL)
         alive.wait()
+
+
+def test_what_a_container_with_the_same_name_writes_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of its processes are not those that this one sees."""
+    stat = os.stat
+
+    def of_container(path: Any, *args: Any, **how: Any) -> Any:
+        return (
+            types.SimpleNamespace(st_ino=7) if path == "/proc/self/ns/pid" else stat(path, *args, **how)
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", of_container)
+        patch.setattr(os, "getpid", lambda: 2**22 - 1)
+        patch.setattr(directories, "_begun", set())
+        theirs = directories.begin(tmp_path / "a")
+    directories.remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == [theirs.name]
 
 
 def test_a_worker_that_still_writes_does_not_keep_what_is_given_up(

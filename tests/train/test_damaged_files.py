@@ -230,3 +230,39 @@ def test_one_that_stays_for_good_is_restored_if_no_other_is_whole(tmp_path: Path
     again.save()
     assert {x.name for x in tmp_path.glob("ckpt-*")} == {"ckpt-1", "ckpt-2", "ckpt-3"}
     assert manager().restore_or_initialize() == str(newest)
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    v = px.Variable(0)
+    manager = px.train.CheckpointManager(px.train.Checkpoint(v=v), str(tmp_path), 3)
+    for i in (1, 2):
+        v.assign(i)
+        manager.save()
+    file = tmp_path / "ckpt-2" / "arrays-00000"
+    file.unlink()
+    file.mkdir()
+    assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
+    assert int(v) == 1
+    assert "the file 'arrays-00000' cannot be read (Is a directory)" in caplog.text
+
+
+def test_a_damaged_one_does_not_stay_for_good(tmp_path: Path) -> None:
+    """It goes before those that are whole, also if it was its turn to be kept."""
+    v, now = px.Variable(0), [0.0]
+
+    def manager() -> px.train.CheckpointManager:
+        checkpoint = px.train.Checkpoint(v=v)
+        return px.train.CheckpointManager(checkpoint, str(tmp_path), 3, 1.0, clock=lambda: now[0])
+
+    first = manager()
+    for number, hours in ((10, 0.5), (20, 1.2), (30, 2.0)):
+        now[0] = hours * 3600.0
+        first.save(checkpoint_number=number)
+    (tmp_path / "ckpt-30" / "arrays-00000").write_bytes(b"")
+    again = manager()
+    assert again.restore_or_initialize() == str(tmp_path / "ckpt-20")
+    now[0] = 3.0 * 3600.0
+    again.save(checkpoint_number=40)
+    assert {x.name for x in tmp_path.glob("ckpt-*")} == {"ckpt-10", "ckpt-20", "ckpt-40"}

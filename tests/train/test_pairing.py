@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +17,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import phalanx as px
-from phalanx.train.checkpoints import pairing
+from phalanx.train.checkpoints import directories, files, pairing
 from phalanx.train.checkpoints.contents import Contents
 from phalanx.train.checkpoints.files import Saved
 from phalanx.train.checkpoints.options import CheckpointOptions
@@ -178,7 +181,7 @@ class Job:
         joint = pairing_of(connection).begin(path, save.is_counted, save.needs_all)
         try:
             saver.save(Order(path, contents, CheckpointOptions(), connection, joint))
-        except px.PhalanxError as error:
+        except (OSError, px.PhalanxError) as error:
             if not self.goes_on:
                 raise
             self.errors[rank] = error
@@ -315,3 +318,54 @@ def test_what_was_saved_together_is_not_written_alone(tmp_path: Path) -> None:
     assert isinstance(job.errors[1], px.errors.DeadlineExceededError)
     assert f"and to '{tmp_path}/q' instead" in str(job.errors[1])
     assert job.saved()["p"]["place"] == {"same": 0}
+
+
+def test_the_reason_of_the_first_worker_is_told_also_if_its_directory_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs out of space before the other worker begins its part."""
+    is_gone, discard, write_part = threading.Event(), directories.discard, files.write_part
+
+    def discarded(partial: Path) -> None:
+        discard(partial)
+        is_gone.set()
+
+    def written(partial: Path, rank: int, *args: Any) -> Any:
+        if rank == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        assert is_gone.wait(60)
+        return write_part(partial, rank, *args)
+
+    monkeypatch.setattr(directories, "discard", discarded)
+    monkeypatch.setattr(files, "write_part", written)
+    job = Job(tmp_path)
+    job.goes_on = True
+    job.run([Save(TWO, "all/ckpt-1", True, needs_all=True)])
+    assert isinstance(job.errors[0], OSError)
+    assert isinstance(job.errors[1], px.errors.AbortedError)
+    assert "No space left on device" in str(job.errors[1])
+
+
+def test_a_directory_that_a_worker_does_not_see_is_named_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_part = files.write_part
+
+    def written(partial: Path, rank: int, *args: Any) -> Any:
+        return write_part(partial / "elsewhere" if rank else partial, rank, *args)
+
+    monkeypatch.setattr(files, "write_part", written)
+    job = Job(tmp_path)
+    job.run([Save(TWO, "all/ckpt-1", True, needs_all=True)])
+    for error in job.errors:
+        assert isinstance(error, px.errors.AbortedError)
+        assert "worker 1 does not see the directory of the checkpoint" in str(error)
+
+
+def test_a_job_that_is_over_is_forgotten() -> None:
+    connection: Any = Connection(Hub(2), 0)
+    pairing_of(connection).begin(Path("/x"), False, False)
+    member = weakref.ref(connection.member)
+    del connection
+    gc.collect()
+    assert member() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -347,6 +348,44 @@ def test_a_watch_function_that_fails_does_not_end_the_watch(
     wait_until(is_over)
     assert len(asked) == 2
     assert "no answer" in caplog.text
+
+
+@pytest.mark.parametrize("failing", ["the save before", "its callback", "the last save"])
+def test_what_fails_once_does_not_cost_the_last_checkpoint(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, errors = os.fsync, []
+
+    def full_once(descriptor: int) -> None:
+        if errors:
+            raise errors.pop()
+        fsync(descriptor)
+
+    def upload() -> None:
+        if failing == "its callback":
+            raise RuntimeError("no answer")
+
+    monkeypatch.setattr(os, "fsync", full_once)
+    step, ended = px.Variable(0), []
+    saver = px.train.CheckpointManager(px.train.Checkpoint(step=step), str(tmp_path), 3)
+    config = Config(exit_fn=lambda: ended.append(int(step)))
+    handler = px.experimental.PreemptionCheckpointHandler(None, saver, termination_config=config)
+    options = px.train.CheckpointOptions(experimental_write_callbacks=[upload], enable_async=True)
+    try:
+        handler.run(step.assign_add, 1)
+        if failing == "the save before":
+            errors.append(OSError(errno.ENOSPC, "No space left on device"))
+        saver.save(options=options)
+        wait_until(lambda: not saver.checkpoint.is_saving)
+        handler.notify()
+        handler.run(step.assign_add, 1)
+        if failing == "the last save":
+            errors.append(OSError(errno.ENOSPC, "No space left on device"))
+        handler.run(step.assign_add, 1)
+    finally:
+        handler.close()
+    assert (ended, errors) == ([2], [])
+    assert px.train.load_variable(saver.latest_checkpoint, "step") == 2
 
 
 def test_the_element_that_was_taken_for_the_next_call_is_not_lost(tmp_path: Path) -> None:

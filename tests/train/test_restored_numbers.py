@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import phalanx as px
+from phalanx.train.checkpoints import files
 
 
 def restored(saved: Any, present: Any, folder: Path) -> Any:
@@ -109,3 +111,22 @@ def test_numbers_that_orbax_wrote(tmp_path: Path) -> None:
     px.train.Checkpoint(tree).restore(str(tmp_path / "x")).assert_consumed()
     assert tree["w"].tolist() == [1.0, 1.0]  # type: ignore[attr-defined]
     assert (tree["step"], tree["rate"]) == (3, pytest.approx(0.1))
+
+
+def test_a_number_that_is_nan_comes_back(tmp_path: Path) -> None:
+    checkpoint = px.train.Checkpoint(best={"loss": math.nan})
+    path = checkpoint.write(str(tmp_path / "x"))
+    checkpoint.best["loss"] = 3.0
+    checkpoint.restore(path).assert_consumed()
+    assert math.isnan(checkpoint.best["loss"])
+
+
+def test_equal_values_of_workers_are_one() -> None:
+    """And equal numbers of different types are two: each worker gets its own back."""
+    for first, second, is_one in (
+        ({"a": [math.nan, 1], "b": None}, {"b": None, "a": [math.nan, 1]}, True),
+        (1, 1.0, False),
+        (1, True, False),
+    ):
+        merged = files._merged([{"x": first}, {"x": second}])
+        assert set(merged["x"]) == {"same" if is_one else "workers"}

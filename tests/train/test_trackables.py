@@ -226,3 +226,43 @@ def test_an_optimizer_without_variables_is_known_by_any_name(tmp_path: Path) -> 
     status.assert_consumed()
     for x, y in zip((w, *optimizer.variables), (again, *other.variables), strict=True):
         np.testing.assert_array_equal(x.numpy(), y.numpy())
+
+
+def test_numbers_of_a_pytree_count_in_any_order(tmp_path: Path) -> None:
+    """Also those of one that an attribute leads to first; they are restored by either name."""
+
+    def make(x: int) -> tuple[Holder, dict[str, Any]]:
+        frozen = eqx.nn.Dropout(x / 10)
+        progress = {"step": x, "more": [x, (x, {"best": x})], "w": jnp.full(1, x), "frozen": frozen}
+        model = Holder(size=x, v=px.Variable(x), progress=progress, pair=(x,))
+        return model, progress
+
+    for is_model_first in (True, False):
+        model, progress = make(3)
+        order = {"model": model, "progress": progress}
+        if not is_model_first:
+            order = dict(reversed(order.items()))
+        saved = px.train.Checkpoint(**order)
+        path = saved.write(str(tmp_path / "x"))
+        assert sorted(name.partition("progress/")[2] for name in saved.things()) == [
+            *("", ""),  # the variable and the counter
+            "frozen/inference",
+            "frozen/p",
+            "more/0",
+            "more/1/0",
+            "more/1/1/best",
+            "step",
+            "w",
+        ]
+        for is_same_order in (True, False):
+            other, progress = make(0)
+            order = {"model": other, "progress": progress}
+            if is_model_first != is_same_order:
+                order = dict(reversed(order.items()))
+            checkpoint = px.train.Checkpoint(**order)
+            checkpoint.restore(path).assert_consumed().assert_existing_objects_matched()
+            assert checkpoint.progress is other.progress
+            assert other.progress["step"] == 3
+            assert other.progress["more"] == [3, (3, {"best": 3})]
+            assert other.progress["frozen"].p == 0.3
+            assert (other.size, other.pair) == (0, (0,))

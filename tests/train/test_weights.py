@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import jax
@@ -14,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 import phalanx as px
+from phalanx.train.checkpoints import directories
 
 
 def test_weights_go_out_and_come_back(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_weights_go_out_and_come_back(tmp_path: Path) -> None:
         "key": jax.random.key(0),
     }
     path = str(tmp_path / "sub" / "model.safetensors")
-    left = f".model.safetensors@{socket.gethostname()}@999999999@ab.partial"  # of a dead process
+    left = f".model.safetensors@{directories.machine()}@999999999@ab.partial"  # of a dead process
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / left).touch()
     (tmp_path / "sub" / ".data.removed").mkdir()  # of somebody else

@@ -31,6 +31,7 @@ from phalanx.runtime.interrupts import Bell, start
 from phalanx.train.agreed_stop import AgreedStop
 from phalanx.train.checkpoints.checkpoint import Checkpoint
 from phalanx.train.checkpoints.manager import CheckpointManager
+from phalanx.train.checkpoints.saving_again import save_surely
 from phalanx.train.termination import (
     RESTARTABLE_EXIT_CODE,
     LoopPace,
@@ -256,9 +257,9 @@ class PreemptionCheckpointHandler:
             self._stop.announce()
         self._stop.wait_for_answers()
         if self._stop.is_over and not self._is_saved:
-            self._is_saved = True
             begun = time.monotonic()
-            self._save(positions, *args, **kwargs)
+            save_surely(self._manager, self._connection, lambda: self._save(positions, *args, **kwargs))
+            self._is_saved = True
             _log.warning(
                 "Saved %s after %d calls, in %.1f seconds, because of a notice.",
                 self._manager.latest_checkpoint,
@@ -269,14 +270,12 @@ class PreemptionCheckpointHandler:
             sys.exit(RESTARTABLE_EXIT_CODE) if exit_fn is None else exit_fn()
 
     def _save(self, positions: dict[str, Any] | None, *args: Any, **kwargs: Any) -> None:
-        self._manager.sync()
         if self._config.save_fn is not None:
             self._config.save_fn(*args, **kwargs)
         elif args or kwargs:
             self._manager.save(*args, **{"check_interval": False, **kwargs})
         else:
             self._manager.save_at(positions=positions)
-        self._manager.sync()
 
 
 def _check_cluster(resolver: ClusterResolver | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from phalanx.core import context as ctx
 from phalanx.core.variables import transactions
 from phalanx.core.variables.variable import Variable
-from phalanx.errors import DataLossError, InvalidValueError, PhalanxError
+from phalanx.errors import DataLossError, InvalidValueError
 from phalanx.job.bootstrap import JobConnection
 from phalanx.job.connection import connected
 from phalanx.runtime import laboratory
@@ -142,7 +142,7 @@ class Checkpoint:
             options: `px.train.CheckpointOptions`.
         """
         require_between_steps("Checkpoint.save")
-        self.sync()
+        # Counted before anything can fail: what only one worker knows must not let it count otherwise.
         self.save_counter.assign_add(1)
         given = numbered(file_prefix, int(self.save_counter))
         path = given.absolute()  # the program may go to another directory meanwhile
@@ -218,6 +218,10 @@ class Checkpoint:
         """Wait for a checkpoint that is being written, and raise what went wrong with it."""
         self._saver.wait()
 
+    def settle(self) -> None:
+        """Wait for a checkpoint that is being written; the next call raises what went wrong with it."""
+        self._saver.settle()
+
     def raise_failure(self) -> None:
         """Raise what went wrong with a checkpoint that was written, without waiting for one."""
         self._saver.raise_failure()
@@ -257,9 +261,10 @@ class Checkpoint:
             restoring = Restoring(saved, things, 0 if connection is None else connection.rank, names)
             restoring.read(line.add_of)
             waiting = waiting_values(saved, restoring.unused, without_state(objects), names)
-        except PhalanxError as error:
-            if connection is not None:
-                connection.member.exchange("restore", {"error": f"{error!s:.500}"})
+        except Exception as error:
+            if connection is not None:  # the others wait for what this one could read
+                problem = f"{type(error).__name__}: {error!s:.500}"
+                connection.member.exchange("restore", {"error": problem})
             raise
         if connection is not None:
             _agree(connection, saved, path)

@@ -24,7 +24,7 @@ from phalanx.errors import InvalidArgumentError, InvalidTypeError
 from phalanx.runtime import compat
 from phalanx.runtime.formatting import shown
 from phalanx.train.checkpoints.files import ArraySource, Saved
-from phalanx.train.checkpoints.trackables import check_array, is_stateful
+from phalanx.train.checkpoints.trackables import check_array, is_stateful, same_name
 
 __all__ = [
     "ARRAY",
@@ -124,20 +124,26 @@ def contents_of(
     for name, thing in things.items():
         if isinstance(thing, (Variable, jax.Array | np.ndarray | np.generic)):
             held, key = held_of(thing)
-            contents.arrays[name] = source_of(held, key, later and not isinstance(thing, Variable))
+            source = source_of(held, key, later and not isinstance(thing, Variable))
+            _add(contents.arrays, name, source)
             if held.is_spread:
                 contents.spread.add(name)
         elif is_stateful(thing):
             state = (positions or {}).get(name)
             state = thing.state() if state is None else state
-            arrays: dict[str, ArraySource] = {}
-            contents.values[name] = encoded(name, state, arrays, rank, later)
-            contents.arrays |= arrays
+            before = set(contents.arrays)
+            contents.values[name] = encoded(name, state, contents.arrays, rank, later)
             if not is_iterator(thing) or state.get("workers", 1) > 1:
-                contents.spread |= {name, *arrays}
+                contents.spread |= {name, *(contents.arrays.keys() - before)}
         else:
             contents.values[name] = thing
     return contents
+
+
+def _add(arrays: dict[str, ArraySource], name: str, source: ArraySource) -> None:
+    if name in arrays:
+        raise same_name(name)
+    arrays[name] = source
 
 
 def held_of(thing: Any) -> tuple[HeldParts, str | None]:
@@ -180,7 +186,7 @@ def encoded(path: str, state: Any, arrays: dict[str, ArraySource], rank: int, la
     if isinstance(state, jax.Array | np.ndarray | np.generic):
         check_array(path, state)
         name = f"{path}@{rank}" if rank else path
-        arrays[name] = source_of(*held_of(state), later)
+        _add(arrays, name, source_of(*held_of(state), later))
         return {ARRAY: name}
     if isinstance(state, Mapping):
         if strange := [key for key in state if not isinstance(key, str) or key == ARRAY]:

@@ -24,6 +24,7 @@ __all__ = [
     "flush_folder",
     "is_checkpoint",
     "is_orbax",
+    "machine",
     "partial_of",
     "put_in_place",
     "remove",
@@ -66,10 +67,21 @@ def _is_replaceable(path: Path) -> bool:
 
 def partial_of(path: Path) -> Path:
     """What a file or a directory is called before it is complete; tells which process writes it."""
-    mark = f"{socket.gethostname()}@{os.getpid()}@{secrets.token_hex(4)}"
+    mark = f"{machine()}@{os.getpid()}@{secrets.token_hex(4)}"
     partial = path.with_name(f".{path.name}@{mark}{_PARTIAL}")
     _begun.add(partial.name)
     return partial
+
+
+def machine() -> str:
+    """The name of this machine, and which numbers of processes count in it.
+
+    Containers may share a name and a directory, and do not see the processes of each other.
+    """
+    namespace = ""
+    with contextlib.suppress(OSError):  # a system without such namespaces
+        namespace = f"-{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{socket.gethostname()}{namespace}"
 
 
 def flush_folder(folder: Path) -> None:
@@ -126,9 +138,10 @@ def discard(partial: Path) -> None:
 def remove_leftovers(folder: Path, name: str = "*") -> None:
     """Remove what processes began to write, under a name, and died over.
 
-    Of another machine, or one that had another name then, it is what was not written to for a day.
+    Of another machine or container, or one that had another name then, it is what was not written to
+    for a day.
     """
-    own = socket.gethostname()
+    own = machine()
     for path in folder.glob(f".{name}@*{_PARTIAL}"):
         *_, host, pid, _ = ("", "", *path.name.split("@"))
         if not pid.isdigit() or path.name in _begun:

@@ -210,7 +210,8 @@ def _merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for mine in values for name in mine):
         found = [mine[name] for mine in values if name in mine]
-        is_same = all(value == found[0] for value in found)
+        # As texts, in which NaN equals itself, and 1 is neither 1.0 nor True.
+        is_same = len({json.dumps(value, sort_keys=True) for value in found}) == 1
         merged[name] = {"same": found[0]} if is_same else {"workers": found}
     return merged
 
@@ -337,6 +338,9 @@ class Saved:
             raise NotFoundError(
                 f"The checkpoint was removed while it was read. Received: {shown(str(self.path))}"
             ) from None
+        except OSError as error:
+            problem = f"the file {chunk.file!r} cannot be read ({error.strerror})"
+            raise self._damaged(name, problem) from error
         if checksum != chunk.checksum:
             raise self._damaged(name, f"its checksum in the file {chunk.file!r} does not fit")
         if chunk.size != chunk.region.size * dtype.itemsize:

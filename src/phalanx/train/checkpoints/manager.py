@@ -201,11 +201,13 @@ class CheckpointManager:
     ) -> str | None:
         """As `save`, with positions of iterators in place of the present ones; see `Checkpoint`."""
         require_between_steps("CheckpointManager.save")
-        self._checkpoint.raise_failure()
         step = None if self._counter is None else int(self._counter)
         if check_interval and not self._is_due(step):
+            self._checkpoint.raise_failure()
             return None
-        self.sync()
+        # If the checkpoint before has failed, that is raised later, where the other workers are told,
+        # and after this one is counted: perhaps it has failed on this worker only.
+        self._checkpoint.settle()
         counter = self._checkpoint.save_counter
         counter.assign_add(1)
         number = int(counter) if checkpoint_number is None else int(checkpoint_number)
@@ -214,11 +216,11 @@ class CheckpointManager:
         begun = time.monotonic()
 
         def written() -> None:
-            self._written(name)
+            self._written(name, step)
             self._save_seconds = time.monotonic() - begun
 
         def followed() -> None:
-            self._refresh()
+            self._refresh(step)
             self._save_seconds = time.monotonic() - begun
 
         self._checkpoint.write_then(self._folder / name, options, written, followed, positions)
@@ -228,12 +230,12 @@ class CheckpointManager:
         """Wait for a checkpoint that is being written, and raise what went wrong with it."""
         self._checkpoint.sync()
 
-    def _written(self, name: str) -> None:
+    def _written(self, name: str, step: int | None) -> None:
         """A checkpoint is complete: write it down, and remove what is too much."""
         with self._lock:
             kept, removed = self._retention.after(self._kept, name, self._clock())
             change_state(self._folder, lambda state: self._noted(state, kept))
-            self._kept, self._last_step = kept, self._step_of_save
+            self._kept, self._last_step = kept, step
         for old in removed:
             laboratory.note("removed", path=str((self._folder / old).absolute()))
             remove(self._folder / old)
@@ -247,10 +249,10 @@ class CheckpointManager:
         until = kept.preserved_until if self._retention.hours is not None else state.preserved_until
         return DirectoryState(tuple(pairs), tuple(pairs.values()), preserved, until)
 
-    def _refresh(self) -> None:
+    def _refresh(self, step: int | None) -> None:
         """Another worker has completed a checkpoint."""
         with self._lock:
-            self._kept, self._last_step = self._found(), self._step_of_save
+            self._kept, self._last_step = self._found(), step
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint, or call `init_fn` if there is none; returns its path.
@@ -276,7 +278,7 @@ class CheckpointManager:
             except (DataLossError, NotFoundError) as error:
                 if not present:
                     raise
-                self._kept = self._kept.with_first(newest)  # it goes before those that are whole
+                self._kept = self._kept.with_damaged(newest)
                 _log.warning("%s is not restored, but the checkpoint before it: %s", path, error)
                 continue
             self._last_step = None if self._counter is None else int(self._counter)

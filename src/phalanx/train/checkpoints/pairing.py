@@ -22,6 +22,7 @@ from typing import Any
 
 from phalanx.errors import DeadlineExceededError, InvalidValueError, PhalanxError
 from phalanx.job.bootstrap import JobConnection
+from phalanx.job.hub.client import Member
 from phalanx.train.checkpoints.together import FROZEN
 
 __all__ = ["JointSave", "Pairing", "judge", "pairing_of"]
@@ -113,7 +114,9 @@ class Pairing:
     """
 
     def __init__(self, connection: JobConnection, clock: Callable[[], float] = time.monotonic) -> None:
-        self._member, self._rank = connection.member, connection.rank
+        # Only the connection holds it, so that a job that is over can be forgotten; see `pairing_of`.
+        self._member: Member = weakref.proxy(connection.member)
+        self._rank = connection.rank
         self._first = str(connection.roster[0]["worker"])
         self._clock = clock
         self._lock = threading.Lock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.errors import InvalidValueError
 from phalanx.runtime.formatting import shown
@@ -21,18 +21,20 @@ class Kept:
         current: those of which the oldest may go.
         preserved: those that stay for good.
         preserved_until: the time of the last one that stays for good.
+        damaged: the names of those that cannot be restored.
     """
 
     current: Times = ()
     preserved: Times = ()
     preserved_until: float = 0.0
+    damaged: frozenset[str] = frozenset()
 
-    def with_first(self, one: tuple[str, float]) -> Kept:
-        """The same with one as the oldest, if it is one of the current ones, so that it goes first."""
+    def with_damaged(self, one: tuple[str, float]) -> Kept:
+        """The same when one of the current ones has turned out to be damaged: it goes first."""
         if one not in self.current:
             return self
         current = (one, *(each for each in self.current if each != one))
-        return Kept(current, self.preserved, self.preserved_until)
+        return replace(self, current=current, damaged=self.damaged | {one[0]})
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,17 @@ class Retention:
         """What stays and what goes when a new checkpoint is complete, which itself always stays."""
         current = [*((n, t) for n, t in kept.current if n != name), (name, now)]
         preserved, until = list(kept.preserved), kept.preserved_until
+        damaged = kept.damaged - {name}
         removed = []
         while self.most is not None and len(current) > max(1, self.most):
             old, written = current.pop(0)
+            if old in damaged:
+                removed.append(old)
+                continue
             until = min(until, written)  # the clock was ahead, or there were checkpoints before
             if self.hours is not None and written - until >= self.hours * 3600:
                 preserved.append((old, written))
                 until = written
             else:
                 removed.append(old)
-        return Kept(tuple(current), tuple(preserved), until), removed
+        return Kept(tuple(current), tuple(preserved), until, damaged - set(removed)), removed

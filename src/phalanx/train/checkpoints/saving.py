@@ -20,7 +20,7 @@ from phalanx.errors import AbortedError, DeadlineExceededError, InvalidValueErro
 from phalanx.job.bootstrap import JobConnection
 from phalanx.runtime.deadlines import worker_deadline
 from phalanx.runtime.formatting import shown
-from phalanx.runtime.interrupts import start
+from phalanx.runtime.interrupts import Bell, start
 from phalanx.runtime.processes import lower_priority
 from phalanx.train.checkpoints import directories, files, orbax_files
 from phalanx.train.checkpoints.contents import Contents
@@ -62,7 +62,8 @@ class Saver:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._is_over = threading.Event()
+        self._is_over = True
+        self._bell = Bell()
         self._error: BaseException | None = None
 
     def save(self, order: Order) -> None:
@@ -73,9 +74,13 @@ class Saver:
                 _perform(order)
             return
         # No daemon, so that the end of the program waits for the checkpoint.
-        self._is_over.clear()
-        self._thread = threading.Thread(target=self._run, args=(order,), name="phalanx-checkpoint")
-        start(self._thread)
+        thread = threading.Thread(target=self._run, args=(order,), name="phalanx-checkpoint")
+        self._thread, self._is_over = thread, False
+        try:
+            start(thread)
+        finally:
+            if thread.ident is None:  # there are too many threads, say, or Ctrl-C was quicker
+                self._thread, self._is_over = None, True
 
     def _run(self, order: Order) -> None:
         lower_priority()
@@ -85,21 +90,27 @@ class Saver:
             self._error = error
             _log.error("The checkpoint %s was not saved: %s", order.path, error)
         finally:
-            self._is_over.set()
+            self._is_over = True
+            self._bell.ring()
 
     @property
     def is_saving(self) -> bool:
         """Whether a checkpoint is under way in another thread."""
-        return self._thread is not None and not self._is_over.is_set()
+        return self._thread is not None and not self._is_over
 
     def wait(self) -> None:
         """Wait for the checkpoint that is under way, and raise what went wrong with it."""
+        self.settle()
+        self.raise_failure()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is under way."""
         if self._thread is threading.current_thread():  # a callback of a checkpoint that is complete
             return
         # Not by joining the thread: Python takes it for ended if Ctrl-C ends the join.
         while self.is_saving:
-            self._is_over.wait(1.0)
-        self.raise_failure()
+            self._bell.wait(1.0)
+        self._bell.ring()  # another thread may wait, too
 
     def raise_failure(self) -> None:
         """Raise what went wrong with the last checkpoint, if it has ended."""
@@ -259,6 +270,11 @@ def _write_own(order: Order, connection: JobConnection, joint: JointSave, begun:
         own, pulse = order.contents.own, Pulse(member, pair)
         partial = Path(begun["partial"])
         files.write_part(partial, connection.rank, own.arrays, own.values, lambda _: pulse.beat())
+    except FileNotFoundError as error:
+        # The first worker may have given up and removed the directory. Either it has said why, or it
+        # gives up because of this.
+        member.tell(f"part {pair}", {"error": _told(error)})
+        return
     except BaseException as error:
         member.tell(f"part {pair}", {"error": _told(error)})
         raise

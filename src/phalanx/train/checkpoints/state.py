@@ -39,7 +39,7 @@ _STATE = "checkpoint"
 _CHECKSUM = re.compile(r"# crc32: (\d+)\n")
 _LINE = re.compile(r'^(\w+|# preserved): (?:"((?:[^"\\]|\\.)*)"|([-+.\deE]+))$', re.MULTILINE)
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r"}
-_LOCKED = 5.0  # seconds for which another process may hold the lock of a directory
+_LOCKED = 60.0  # seconds for which another process may hold the lock of a directory
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,16 @@ def _lock_of(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         end, pause = time.monotonic() + _LOCKED, Bell()
-        while not _take_lock(descriptor) and time.monotonic() < end:
+        while not _take_lock(descriptor):
+            if time.monotonic() >= end:  # a process that is frozen must not keep others from saving
+                _log.warning(
+                    "Another process has held the lock of %s for %g seconds. The file %r there is "
+                    "changed without it, so what that process changes may be lost.",
+                    folder,
+                    _LOCKED,
+                    _STATE,
+                )
+                break
             pause.wait(0.01)
         yield
     finally:

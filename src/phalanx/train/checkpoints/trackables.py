@@ -19,7 +19,15 @@ from phalanx.core.variables.variable import Variable
 from phalanx.errors import ContextError, InvalidTypeError, InvalidValueError
 from phalanx.runtime.formatting import shown
 
-__all__ = ["check_array", "found", "is_stateful", "other_names", "replaced", "without_state"]
+__all__ = [
+    "check_array",
+    "found",
+    "is_stateful",
+    "other_names",
+    "replaced",
+    "same_name",
+    "without_state",
+]
 
 _NUMBERS = (bool, int, float)
 _FUNCTIONS = (
@@ -58,7 +66,8 @@ def found(objects: Mapping[str, Any]) -> dict[str, Any]:
     Mappings, lists, deques, tuples and registered pytrees are gone through; objects with ``variables``
     (optimizers, metrics, Keras models) by these; other objects by their attributes. A variable or an
     object that is there twice counts under its first name. Numbers count in pytrees that were given,
-    not in attributes of objects, where they say how a model is built.
+    also if an object leads to them first; else not in attributes of objects, where they say how a model
+    is built.
 
     >>> v = Variable(1.0)
     >>> list(found({"model": {"layers": [v]}, "same": v}))
@@ -68,13 +77,10 @@ def found(objects: Mapping[str, Any]) -> dict[str, Any]:
 
     def collect(path: str, leaf: Any) -> Any:
         if result.setdefault(path, leaf) is not leaf:
-            raise InvalidValueError(
-                "Two values have the same name, so one would be lost: names are the ways that lead to "
-                f"values, with slashes between. Rename a key or an attribute. Received: {path!r} twice"
-            )
+            raise same_name(path)
         return leaf
 
-    walk = _Walk(collect)
+    walk = _Walk(collect, objects)
     for name, thing in objects.items():
         count, is_known = len(result), id(thing) in walk.seen
         walk(name, thing, not isinstance(thing, _NUMBERS))
@@ -84,6 +90,14 @@ def found(objects: Mapping[str, Any]) -> dict[str, Any]:
                 f"`state` and `restore`, and what holds them. Received: {name}={shown(thing)}"
             )
     return result
+
+
+def same_name(name: str) -> InvalidValueError:
+    """Two values have the same name."""
+    return InvalidValueError(
+        "Two values have the same name, so one would be lost: names are the ways that lead to "
+        f"values, with slashes between. Rename a key or an attribute. Received: {name!r} twice"
+    )
 
 
 def without_state(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,15 +148,20 @@ def replaced(objects: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     >>> replaced({"params": params}, {"params/step": 5})["params"] is params, params["step"]
     (True, 5)
     """
-    walk = _Walk(values.get)
+    walk = _Walk(values.get, objects)
     return {name: walk(name, thing, not isinstance(thing, _NUMBERS)) for name, thing in objects.items()}
 
 
 class _Walk:
-    """Goes through objects, each once, and calls a function for each leaf."""
+    """Goes through objects, each once, and calls a function for each leaf.
 
-    def __init__(self, visit: Visit) -> None:
-        self._visit = visit
+    Args:
+        visit: the function.
+        given: objects that were given. Numbers in pytrees of them count wherever they are found first.
+    """
+
+    def __init__(self, visit: Visit, given: Mapping[str, Any] | None = None) -> None:
+        self._visit, self._given = visit, given or {}
         self.seen: dict[int, tuple[str, Any, Any]] = {}  # names, things, and what became of them
         self.again: list[tuple[str, str]] = []  # names of things that are there twice
         self.unbuilt: dict[str, Any] = {}
@@ -173,16 +192,37 @@ class _Walk:
         if _has(thing, "when_built") and not thing.is_built:
             self.unbuilt[path] = thing
         pieces, join = _taken_apart(thing)
-        is_tree = isinstance(thing, Mapping | list | deque | tuple) or _is_registered(thing)
+        is_tree = _is_tree(thing)
+        with_numbers = is_tree and (with_numbers or id(thing) in self._given_trees)
         old = [piece for _, piece in pieces]
-        new = [
-            self(f"{path}/{name}" if path else name, piece, with_numbers and is_tree)
-            for name, piece in pieces
-        ]
+        new = [self(f"{path}/{name}" if path else name, piece, with_numbers) for name, piece in pieces]
         result = thing if all(a is b for a, b in zip(old, new, strict=True)) else join(new)
         if is_once:
             self.seen[id(thing)] = path, thing, result
         return result
+
+    @functools.cached_property
+    def _given_trees(self) -> dict[int, Any]:
+        trees: dict[int, Any] = {}
+        for thing in self._given.values():
+            _collect_trees(thing, trees)
+        return trees
+
+
+def _collect_trees(thing: Any, trees: dict[int, Any]) -> None:
+    """Collect the pytrees in a pytree by identity, but for tuples, which are gone through each time."""
+    if id(thing) in trees or not _is_tree(thing):
+        return
+    if isinstance(thing, (type(None), Variable, DistributedValues)) or is_stateful(thing):
+        return
+    if not isinstance(thing, tuple):
+        trees[id(thing)] = thing
+    for _, piece in _taken_apart(thing)[0]:
+        _collect_trees(piece, trees)
+
+
+def _is_tree(thing: Any) -> bool:
+    return isinstance(thing, Mapping | list | deque | tuple) or _is_registered(thing)
 
 
 def _is_value(x: Any) -> bool:

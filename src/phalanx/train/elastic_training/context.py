@@ -27,6 +27,7 @@ from phalanx.train.checkpoints.checkpoint import Checkpoint
 from phalanx.train.checkpoints.manager import CheckpointManager
 from phalanx.train.checkpoints.options import CheckpointOptions
 from phalanx.train.checkpoints.restoring import Restoring
+from phalanx.train.checkpoints.saving_again import save_surely, settle
 from phalanx.train.checkpoints.trackables import without_state
 from phalanx.train.elastic_training.carried_state import CarriedState, StateReferences
 
@@ -306,32 +307,13 @@ class ElasticContext:
         self._remember()
         every = self._saving.every
         if self._manager is not None and every is not None and self.step % every == 0:
-            self._settle_saving()
+            settle(self._manager, self._connection)
             self._save(CheckpointOptions(enable_async=True))
 
     def _save_now(self) -> None:
-        """Save a checkpoint that is needed; what fails is tried once more before it is an error."""
-        self._settle_saving()
-        try:
-            self._save()
-        except (OSError, PhalanxError) as error:  # on all workers
-            if self._connection is not None:
-                self._connection.member.check()  # because a worker was lost
-            _log.warning("A checkpoint was not saved, and is saved again: %s", error)
-            self._save()
-
-    def _settle_saving(self) -> None:
-        """Wait for a checkpoint that is under way. If it fails, the training goes on: it has the state.
-
-        A full disk, say. It was logged, on all workers; the next checkpoint may succeed.
-        """
+        """Save a checkpoint that is needed."""
         assert self._manager is not None
-        try:
-            self._manager.sync()
-        except (OSError, PhalanxError):
-            if self._connection is not None:
-                self._connection.member.check()  # because a worker was lost
-            _log.warning("The training goes on, and saves again later.")
+        save_surely(self._manager, self._connection, self._save)
 
     def _save(self, options: CheckpointOptions | None = None) -> None:
         assert self._manager is not None
