@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,22 @@ def test_a_notice_that_comes_before_the_program_can_take_it_is_one(
     assert "0 in 1: worker 0; " in out
     assert f"worker 1 was killed by signal {int(signum)}" in err
     assert "is started" not in err
+
+
+def test_signals_that_end_workers_on_other_hosts_are_known(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """There SIGUSR1 is a notice, too, and a crash of native code a loss. `sh` stands for ssh."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nexec sh -c "$3"\n')
+    ssh.chmod(0o700)
+    hosts = ("--hosts", "a,b,c", "--ssh", str(ssh), "--hub-address", "127.0.0.1")
+    plan = f"1.0={128 + signal.SIGUSR1},2.1={128 + signal.SIGSEGV},0.1=lose,0.2=finish"
+    options = (*hosts, "--python", sys.executable, "--workers", "1:3", "--restarts", "0")
+    assert play(tmp_path, plan, *options) == 0
+    out, err = capfd.readouterr()
+    assert "worker 1 was killed by signal 10 (SIGUSR1). The job goes on without it." in err
+    assert "0 in 2: worker 0; worker 2 was killed by signal 11 (SIGSEGV)" in out
 
 
 def test_a_worker_that_leaves_is_replaced_if_too_few_were_left(
