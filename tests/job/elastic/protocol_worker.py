@@ -68,14 +68,18 @@ def main(folder: Path, plan: str) -> int:
             cut_all()
         if deed in ("notice", "cut"):
             os.kill(os.getpid(), signal.SIGTERM)
-        if deed in ("halt", "end"):  # meet the others, and then freeze or come to the end
+        if deed in ("halt", "end", "miss"):  # meet the others, and then freeze or come to the end
             member = Member(str(answer.hub), os.environ["PHALANX_TOKEN"], "worker", answer.rank)
             member.wait_joined(DEADLINE)
             if deed == "halt":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if deed == "miss":  # the end that another one has come to
+                wait_for(folder / "finished")
+                os.kill(os.getpid(), signal.SIGKILL)
             member.come_to_end(0.5)
         if deed in ("finish", "end", "fall"):
             visitor.finished(answer.generation)
+            (folder / "finished").touch()
             if visitor.wait_for_end() is not None:
                 if deed == "fall":  # in what the program does after the training
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -225,6 +225,18 @@ def test_a_worker_that_freezes_while_the_others_come_to_their_end_is_ended(
     assert "0 in 2: worker 0; worker 1 was ended, because nothing was heard of it at the end" in out
 
 
+def test_a_worker_that_freezes_is_ended_although_another_one_is_lost_at_the_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub of worker 1 has a failure then, so it is the door that misses it."""
+    hasten(monkeypatch)
+    options = ("--workers", "1:3", "--restarts", "0", "--timeout", "30")
+    assert play(tmp_path, "0.1=end,1.1=halt,2.1=miss,0.2=finish", *options) == 0
+    out, err = capfd.readouterr()
+    assert "worker 1 is ended. The others wait for it to stop, as workers come or go." in err
+    assert "0 in 2: worker 0; worker 2 was killed by signal 9 (SIGKILL); worker 1 was ended" in out
+
+
 def test_a_job_of_which_a_worker_is_lost_after_the_training_has_not_succeeded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

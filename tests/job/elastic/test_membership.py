@@ -47,11 +47,13 @@ class World:
         self.alive: dict[int, Process] = {}
         self.members: dict[int, Process] = {}  # of the generation, dead or alive
         self.lost: set[int] = set()  # those of them that are dead
+        self.frozen: set[int] = set()  # those that do nothing any more, and never end by themselves
+        self.named = False  # whether the hub has found that members wait for one that is frozen
         self.checkpoint: list[int] = []
         self.count = 0
         self.asked = self.made = False
         self.heard = 0.0  # when all were known to run
-        self.stopped = math.inf  # when the first member has left its generation, or was asked to
+        self.stopped = math.inf  # since when a member waits for the others to stop, or they shall
         self.leaving: set[int] = set()  # those that want to leave, or shall
         self.left_to_spawn = limits.replacements
         self.results: list[list[int]] = []
@@ -65,6 +67,8 @@ class World:
         self.do(self.job.started(number, f"worker {number}", self.now))
 
     def do(self, orders: list[Order]) -> None:
+        if self.lost and any(p.place == "finished" for p in self.alive.values()):
+            self.stopped = min(self.stopped, self.now)
         for order in orders:
             match order:
                 case Begin(generation):
@@ -86,7 +90,8 @@ class World:
                     for _ in range(count):
                         self.spawn()
                 case End(worker, _):
-                    assert self.silent > self.job.limits.stopping - 1.0 or self.waited > DEADLINE - 1.0
+                    is_silent = worker in self.frozen or self.silent > self.job.limits.stopping - 1.0
+                    assert is_silent or self.waited > DEADLINE - 1.0
                     self.die(worker)
                 case Fail(text):
                     assert self.failure is None
@@ -116,13 +121,13 @@ class World:
             process.place, process.holds = "running", False
         self.members, self.asked = {p.number: p for p in members}, False
         self.lost.clear()
-        self.stopped = math.inf
+        self.named, self.stopped = False, math.inf
 
     # -- what can happen -------------------------------------------------------------------------
 
     def step(self, process: Process) -> None:
         """Begin a step, or end it: that needs all members to have begun it."""
-        if process.place != "running":
+        if process.place != "running" or process.number in self.frozen:
             return
         if len(process.applied) == LAST:  # which needs no others any more
             process.place = "finished"
@@ -138,11 +143,13 @@ class World:
 
     @property
     def failed(self) -> bool:
-        """Whether a member of the generation is gone."""
-        return any(number not in self.alive for number in self.members)
+        """Whether a member of the generation is gone, or known to be frozen."""
+        return self.named or any(number not in self.alive for number in self.members)
 
     def stop(self, process: Process) -> None:
         """Leave the generation: it has failed, or all stand after the same step and shall stop."""
+        if process.number in self.frozen:
+            return
         there = {(p.begun, len(p.applied)) for p in self.members.values()}
         agreed = self.asked and len(there) == 1 and len(set(*there)) == 1
         returned = any(p.place == "waiting" for p in self.members.values())
@@ -155,7 +162,7 @@ class World:
             self.do(self.job.stopped(process.number, done, process.holds, self.now))
 
     def arrive(self, process: Process) -> None:
-        if process.place == "coming":
+        if process.place == "coming" and process.number not in self.frozen:
             process.place = "waiting"
             self.do(self.job.arrived(process.number, self.now, recoverable=self.spread))
 
@@ -168,6 +175,8 @@ class World:
         """All begin a step, one has made it, and another one dies before the rest have."""
         members = list(self.members.values())
         if self.failed or len(members) < 2 or any(p.place != "running" for p in members):
+            return
+        if self.frozen & set(self.members):
             return
         for process in members:
             while process.place == "running" and process.begun == len(process.applied) < LAST:
@@ -184,10 +193,38 @@ class World:
                 if process.place == "running" and len(process.applied) < LAST:
                     self.step(process)
 
+    def strand(self, first: int) -> None:
+        """One has come to its end, another one is lost there, and the others freeze."""
+        self.approach_the_end()
+        members = list(self.members.values())
+        ended = [p for p in members if p.place == "running" and len(p.applied) == LAST]
+        if self.failed or len(ended) < len(members) or len(members) < 2:
+            return
+        finished, lost, *others = members[first % len(members) :] + members[: first % len(members)]
+        self.step(finished)
+        self.frozen |= {p.number for p in others}
+        self.die(lost.number)
+
     def wait(self, seconds: float, heard: bool) -> None:
         self.now += seconds
         self.heard = self.now if heard else self.heard
-        self.do(self.job.tick(self.now, self.alive if heard else []))
+        self.do(self.job.tick(self.now, set(self.alive) - self.frozen if heard else []))
+
+    def find_frozen(self) -> None:
+        """What the hub does for those that wait for a frozen member; none misses one that is alone."""
+        there = [p for p in self.members.values() if p.number in self.alive]
+        silent = [p for p in there if p.number in self.frozen and p.place == "running"]
+        others = [p for p in there if p not in silent]
+        wait = {p.number for p in self.alive.values() if p.place == "waiting"} - self.leaving
+        if not others and not (self.asked and wait):
+            for process in silent:  # a person finds out
+                self.die(process.number)
+        elif any(p.begun > s.begun for p in others for s in silent if p.place == "running"):
+            self.named = True
+        elif not self.failed and all(p.place == "finished" for p in others):
+            for process in silent:
+                self.job.ends(process.number, "was ended")
+                self.die(process.number)
 
     @property
     def waited(self) -> float:
@@ -224,6 +261,10 @@ class World:
             self.tear(which)
         elif kind == "end":
             self.approach_the_end()
+        elif kind == "strand":
+            self.strand(which)
+        elif kind == "freeze":
+            self.frozen.add(process.number)
         elif kind == "leave":
             self.leaving.add(process.number)
             self.do(self.job.leaves(process.number, self.now))
@@ -252,12 +293,14 @@ class World:
                 for act in (self.arrive, self.stop, self.step):
                     if process.number in self.alive:
                         act(process)
-            self.wait(5.0, heard=False)
+            self.find_frozen()
+            self.wait(5.0, heard=True)
         raise AssertionError(f"the job does not end: {self.job.describe()}")
 
 
 KINDS = ["step"] * 6 + ["stop"] * 3 + ["arrive"] * 3
 KINDS += ["die", "tear", "tear", "leave", "leave", "vanish", "resize", "wait", "end"]
+KINDS += ["freeze", "strand"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -268,6 +311,7 @@ KINDS += ["die", "tear", "tear", "leave", "leave", "vanish", "resize", "wait", "
     spread=st.booleans(),
     together=st.booleans(),
     reclaimed=st.booleans(),
+    stranded=st.booleans(),
     moves=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), min_size=20, max_size=80),
 )
 def test_every_step_counts_once_whatever_happens(
@@ -277,6 +321,7 @@ def test_every_step_counts_once_whatever_happens(
     spread: bool,
     together: bool,
     reclaimed: bool,
+    stranded: bool,
     moves: list[tuple[str, int]],
 ) -> None:
     least, most = bounds
@@ -287,6 +332,8 @@ def test_every_step_counts_once_whatever_happens(
             world.arrive(process)
     for kind, which in moves:
         world.move(kind, which)
+    if stranded:
+        world.move("strand", first)
     count = world.count
     if reclaimed:
         world.do(world.job.all_leave(world.now))
@@ -487,6 +534,20 @@ def test_one_that_has_finished_comes_back_for_one_that_has_not() -> None:
     [order] = job.stopped(0, 10, True, 2.3)
     assert isinstance(order, Begin)
     assert (order.generation.step, order.generation.source) == (10, 0)
+
+
+def test_one_that_is_silent_is_ended_if_one_has_finished_and_another_one_is_lost() -> None:
+    """The hub leaves it alone, because its generation has failed; and no member has come back."""
+    job, _ = start(WorkerLimits(1, 3, stopping=4.0), 3)
+    assert job.finished(0, 10, 2.0) == []
+    assert job.gone(2, "was killed", 3.0) == []
+    assert job.is_stopping
+    assert job.tick(4.0, [1]) == []
+    assert job.tick(7.9) == []
+    [order] = job.tick(8.0)
+    assert isinstance(order, End)
+    assert order.worker == 1
+    assert job.gone(1, "was killed by signal 9", 8.1) == [Again(0)]
 
 
 def test_a_job_that_a_worker_leaves_does_not_come_below_its_minimum() -> None:

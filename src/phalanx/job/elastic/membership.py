@@ -299,10 +299,13 @@ class ElasticMembership:
         """What to tell those who train."""
         assert self._generation is not None
         number = self._generation.number
-        returned = [w for w in self._at(_Is.WAITING) if w.generation == number]
-        if returned:  # the generation is over
+        finished = self._at(_Is.FINISHED)
+        # If one is lost, those that have finished are needed again, and wait like those that are back.
+        if any(w.generation == number for w in self._at(_Is.WAITING)) or (self._has_lost and finished):
+            if self._stopping_since is None:
+                self._stopping_since = now
             return [order for w in running for order in self._end_if_late(w, now)]
-        members = [*running, *self._at(_Is.FINISHED)]
+        members = [*running, *finished]
         leaving = any(w.wants_to_leave for w in members)
         staying = [w for w in members if not w.wants_to_leave]
         room = min(self._target, self.limits.maximum) - len(staying)
