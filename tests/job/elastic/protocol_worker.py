@@ -42,6 +42,7 @@ def main(folder: Path, plan: str) -> int:
     while True:
         answer = visitor.wait()
         if isinstance(answer, Released):
+            print(f"{number} may go: {answer.why}", flush=True)
             return 143 if answer.why == "left" else 0
         assert isinstance(answer, GenerationEntry)
         print(

@@ -147,6 +147,19 @@ def test_a_notice_to_the_launcher_reaches_all_workers(
     assert "0 in 2" not in capfd.readouterr().out
 
 
+def test_a_job_that_is_asked_to_end_does_not_wait_for_replacements(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM to `phalanx run`: the last ones to leave would hand their state over to others."""
+    options = ("-n", "2", "--workers", "2:4", "--restarts", "3")
+    with beside(tmp_path, ["0.1", "1.1"], lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert play(tmp_path, "", *options) == 143
+    out, err = capfd.readouterr()
+    assert "0 may go: left" in out
+    assert "1 may go: left" in out
+    assert "is started" not in err
+
+
 def test_a_running_job_gets_more_workers_and_fewer(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

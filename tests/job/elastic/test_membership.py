@@ -599,6 +599,15 @@ def test_when_all_leave_none_is_started() -> None:
     assert job.gone(2, "was killed", 2.5) == []
 
 
+def test_when_all_leave_those_that_waited_for_others_may_go() -> None:
+    """Each got its notice by itself first, so others were asked for, to take over the state."""
+    job, _ = start(WorkerLimits(2, 4, replacements=3), 2)
+    assert job.leaves(0, 2.0) == [Stop((0, 1), save=True), Spawn(1)]
+    assert job.leaves(1, 2.1) == [Spawn(1)]
+    assert job.stopped(0, 4, True, 2.2) == job.stopped(1, 4, True, 2.3) == []
+    assert job.all_leave(2.4) == [Release(0, "left"), Release(1, "left")]
+
+
 @pytest.mark.parametrize("lost", ["while it was at the end", "when it had come to its end"])
 def test_the_end_is_done_again_for_a_member_that_is_lost_before_all_have_done_it(lost: str) -> None:
     """The first exports the model, say, in the training function or after it."""

@@ -193,7 +193,8 @@ class ElasticMembership:
     def all_leave(self, now: float) -> list[Order]:
         """All machines will be taken away: none is started any more."""
         self._all_leave = True
-        return [order for worker in self.alive for order in self.leaves(worker, now)]
+        orders = [order for worker in self.alive for order in self.leaves(worker, now)]
+        return orders + self._settle(now)  # those that were about to leave need not wait for others
 
     def gone(
         self, worker: int, how: str, now: float, replace: bool = True, left: bool = False
