@@ -27,6 +27,13 @@ def wait_for(path: Path, age: float = 0.0) -> None:
         threading.Event().wait(0.01)
 
 
+def compute(seconds: float) -> None:
+    """In native code that holds Python's lock, so that no thread can answer."""
+    begun = time.process_time()
+    sum(range(5_000_000))
+    sum(range(int(5_000_000 * seconds / (time.process_time() - begun))))
+
+
 def main(folder: Path, plan: str) -> int:
     """Go through generations; `plan` says what this worker does in which of them."""
     number = int(os.environ[NUMBER])
@@ -43,6 +50,10 @@ def main(folder: Path, plan: str) -> int:
         answer = visitor.wait()
         if isinstance(answer, Released):
             print(f"{number} may go: {answer.why}", flush=True)
+            if deeds.get(f"{number}.gone") == "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if deeds.get(f"{number}.gone") == "compute":
+                compute(2.5)
             return 143 if answer.why == "left" else 0
         assert isinstance(answer, GenerationEntry)
         print(
@@ -60,11 +71,9 @@ def main(folder: Path, plan: str) -> int:
             os.kill(os.getpid(), signal.SIGSTOP)
         if deed == "busy":  # until another one has waited for longer than for one that is frozen
             wait_for(folder / "waits", age=1.5)
-        if deed == "compute":  # in native code that holds Python's lock, so that no thread can answer
+        if deed == "compute":
             wait_for(folder / "lost")
-            begun = time.process_time()
-            sum(range(5_000_000))
-            sum(range(int(5_000_000 * 2.5 / (time.process_time() - begun))))
+            compute(2.5)
         if deed == "cut":  # and what is told next must arrive all the same
             cut_all()
         if deed in ("notice", "cut"):

@@ -286,6 +286,22 @@ def test_a_worker_that_freezes_when_it_is_alone_does_not_keep_out_those_at_the_d
     assert "1 in 2: worker 1; worker 1 has come; worker 0 was ended, because nothing was heard" in out
 
 
+@pytest.mark.parametrize("then", ["freeze", "compute"])
+def test_a_worker_that_has_left_keeps_a_job_that_is_over_only_while_it_does_something(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    hasten(monkeypatch)
+    monkeypatch.setattr(idleness, "_SECONDS", 0.2)
+    monkeypatch.setenv("PHALANX_DEADLINE", "1.5")
+    options = ("--workers", "1:2", "--restarts", "0", "--timeout", "30")
+    assert play(tmp_path, f"1.1=notice,1.gone={then},0.2=finish", *options) == 0
+    out, err = capfd.readouterr()
+    assert "1 may go: left" in out
+    ended = "worker 1 is ended. None trains any more, and nothing has been heard of it for 1.5 seconds."
+    assert (ended in err) == (then == "freeze")
+    assert ("worker 1 is ended" in err) == (then == "freeze")
+
+
 def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give workers only a moment to say where they stand."""
     before = WorkerLimits.__init__

@@ -79,13 +79,15 @@ class World:
                     assert self.alive[worker].place == "finished"
                     self.alive[worker].place = "running"
                 case Release(worker, why):
-                    process = self.alive.pop(worker)
+                    process = self.alive[worker]
                     if why == "finished":
+                        del self.alive[worker]
                         assert process.place == "finished"
                         assert not self.lost, "what a lost member had to do at the end is not done"
                         self.results.append(process.applied)
                     else:
                         assert process.place == "waiting"
+                        process.place = "released"
                 case Spawn(count):
                     for _ in range(count):
                         self.spawn()
@@ -212,7 +214,7 @@ class World:
 
     def find_frozen(self) -> None:
         """What the hub does for those that wait for a frozen member; none misses one that is alone."""
-        there = [p for p in self.members.values() if p.number in self.alive]
+        there = [p for p in self.members.values() if p.number in self.alive and p.place != "released"]
         silent = [p for p in there if p.number in self.frozen and p.place == "running"]
         others = [p for p in there if p not in silent]
         wait = {p.number for p in self.alive.values() if p.place == "waiting"} - self.leaving
@@ -238,7 +240,7 @@ class World:
 
     def check_that_enough_stay(self) -> None:
         """As long as workers may be started in place of others, there are not less than the least."""
-        staying = set(self.alive) - self.leaving
+        staying = {p.number for p in self.alive.values() if p.place != "released"} - self.leaving
         enough = len(staying) >= self.job.limits.minimum
         assert enough or self.left_to_spawn == 0 or self.job.is_over
 
@@ -285,11 +287,14 @@ class World:
             {"step": self.step, "stop": self.stop, "arrive": self.arrive}[kind](process)
 
     def drain(self) -> None:
-        """Let the job come to its end without further misfortune."""
-        for _ in range(400):
-            if self.job.is_over or not self.alive:
+        """Let the job come to its end without further misfortune, and all processes to theirs."""
+        for count in range(400):
+            if self.failure is not None or not self.alive:
                 return
             for process in list(self.alive.values()):
+                is_free = process.place == "released" and process.number not in self.frozen
+                if is_free and count > 60:  # what it had left to do took longer than any wait
+                    self.die(process.number)
                 for act in (self.arrive, self.stop, self.step):
                     if process.number in self.alive:
                         act(process)
@@ -478,7 +483,7 @@ def test_a_worker_that_is_busy_on_its_own_is_waited_for_until_the_deadline() -> 
     job, _ = start(WorkerLimits(1, 3, stopping=4.0, deadline=60.0), 3)
     assert job.gone(2, "was killed", 2.0) == []
     assert job.stopped(0, 3, True, 2.0) == []
-    assert job.is_stopping
+    assert job.awaited == [1]
     for now in range(3, 62):
         assert job.tick(now, [1]) == []
     [order] = job.tick(62.0, [1])
@@ -500,9 +505,9 @@ def test_when_all_that_train_are_silent_they_do_not_keep_out_those_at_the_door()
     assert job.tick(10.0) == []  # none waits for it
     job.resize(2, 10.0)
     job.started(1, "worker 1", 10.0)
-    assert not job.is_stopping
+    assert job.awaited == []
     assert job.arrived(1, 11.0, recoverable=True) == [Stop((0,), save=False)]
-    assert job.is_stopping
+    assert job.awaited == [0]
     assert job.tick(14.0, [0]) == []  # it has an evaluation to do, say, which may take long
     assert job.tick(17.9) == []
     [order] = job.tick(18.0)
@@ -541,7 +546,7 @@ def test_one_that_is_silent_is_ended_if_one_has_finished_and_another_one_is_lost
     job, _ = start(WorkerLimits(1, 3, stopping=4.0), 3)
     assert job.finished(0, 10, 2.0) == []
     assert job.gone(2, "was killed", 3.0) == []
-    assert job.is_stopping
+    assert job.awaited == [1]
     assert job.tick(4.0, [1]) == []
     assert job.tick(7.9) == []
     [order] = job.tick(8.0)
@@ -636,8 +641,47 @@ def test_one_that_is_still_being_started_does_not_keep_up_a_job_that_is_over() -
     assert job.tick(4.0) == job.tick(33.0) == []
     [order] = job.tick(34.1)
     assert isinstance(order, End)
-    assert (order.worker, "The training has ended" in order.why) == (1, True)
+    assert (order.worker, "None trains any more" in order.why) == (1, True)
     assert job.tick(60.0) == []
+
+
+@pytest.mark.parametrize(("why", "seconds"), [("late", 30.0), ("left", 600.0)])
+def test_one_that_was_turned_away_and_is_silent_does_not_keep_up_a_job_that_is_over(
+    why: str, seconds: float
+) -> None:
+    job, _ = start(WorkerLimits(1, 2, stopping=30.0, deadline=600.0), 2)
+    if why == "left":
+        job.leaves(1, 2.0)
+        job.stopped(1, 5, True, 2.0)
+        release, _ = job.stopped(0, 5, True, 2.0)
+        job.finished(0, 9, 3.0)
+    else:
+        job.gone(1, "was killed", 1.5)
+        job.stopped(0, 5, True, 1.5)
+        job.started(2, "worker 1", 1.5)
+        job.finished(0, 9, 3.0)
+        [release] = job.arrived(2, 3.0)
+    worker = release.worker
+    assert (release, worker in job.alive) == (Release(worker, why), False)
+    assert job.awaited == [worker]
+    assert job.tick(1000.0, [worker]) == []  # its program has something to do
+    assert job.tick(999.0 + seconds) == []
+    [order] = job.tick(1000.0 + seconds)
+    assert (order.worker, f"for {seconds:g} seconds" in order.why) == (worker, True)
+    assert job.tick(5000.0) == []  # it is being ended
+    assert job.gone(worker, "was killed by signal 9", 5001.0) == []
+    assert job.awaited == []
+
+
+def test_when_all_have_left_one_that_is_silent_is_ended_and_one_that_is_heard_of_is_not() -> None:
+    job, _ = start(WorkerLimits(1, 2, patience=50.0, deadline=600.0), 2)
+    job.all_leave(2.0)
+    job.stopped(0, 5, True, 2.0)
+    assert len(job.stopped(1, 5, True, 2.0)) == 2
+    for now in range(3, 602):
+        assert job.tick(now, [0]) == []
+    assert [order.worker for order in job.tick(602.0, [0])] == [1]
+    assert not job.is_over
 
 
 def test_a_network_that_comes_and_goes_is_told_of_once() -> None:
