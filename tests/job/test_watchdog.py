@@ -12,6 +12,7 @@ from phalanx.job import watchdog
 from phalanx.job.hub.descriptions import Failure
 from phalanx.job.hub.worker_table import WorkerTable
 from phalanx.job.watchdog import FailureClock, Watchdog
+from phalanx.runtime.deadlines import TERMINATE_GRACE
 
 
 class Clock:
@@ -75,3 +76,19 @@ def test_a_silent_worker_is_named_when_others_come_to_their_end(quiet: float) ->
     said = io.StringIO()
     Watchdog(member, file=said).name_silent()
     assert ("any longer for worker 1 in phase 'wait' for 10 seconds" in said.getvalue()) == bool(quiet)
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_the_end_of_a_silent_worker_is_promised_only_where_a_launcher_is(
+    is_launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TERMINATE_GRACE, raising=False)
+    if is_launched:
+        monkeypatch.setenv(TERMINATE_GRACE, "10")
+    member: Any = Member()
+    row = {"worker": "worker 1", "state": "joined", "phase": "wait", "seconds": 10.0, "site": "a.py:3"}
+    member.table = lambda **_: (WorkerTable([{**row, "behind": 0.0, "quiet": 10.0}]), True)
+    said = io.StringIO()
+    Watchdog(member, deadline=60.0, file=said).name_silent()
+    assert ("when nothing is heard of those for 60 seconds" in said.getvalue()) == is_launched
+    assert ("without phalanx run, nothing ends them" in said.getvalue()) != is_launched

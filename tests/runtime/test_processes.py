@@ -1,16 +1,17 @@
-"""What native code prints, led elsewhere, and the priority of threads."""
+"""What native code prints, led elsewhere, the priority of threads, and what processes compute."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import tempfile
 import threading
 
 import pytest
 
-from phalanx.runtime.processes import lower_priority, redirected
+from phalanx.runtime.processes import cpu_seconds, lower_priority, redirected
 
 
 def test_a_descriptor_is_redirected_and_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
@@ -47,3 +48,17 @@ def test_only_this_thread_has_a_lower_priority() -> None:
     thread.join()
     assert found == [19]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seen on Linux only")
+def test_a_process_computes_whatever_its_name_is() -> None:
+    """The kernel cuts names after 15 bytes, maybe inside a character, and they may have brackets."""
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'tr) 1 \\xc3'); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        used = cpu_seconds(process.pid)
+    assert used is not None
+    assert 0 <= used < 60

@@ -69,25 +69,24 @@ def announced(job: RunningJob) -> Iterator[Callable[[RunningJob], object]]:
     What is yielded says that the job has changed.
     """
     name = f"{job.pid}-{next(_numbers)}.json"
-    path = _write(job, name)
+    _write(job, name)
     try:
         yield lambda changed: _write(changed, name)
     finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there may be no such place
+            (runtime_folder() / name).unlink(missing_ok=True)
 
 
-def _write(job: RunningJob, name: str) -> Path | None:
+def _write(job: RunningJob, name: str) -> None:
     try:
         path = runtime_folder() / name
         fresh = path.with_suffix(".new")
         fresh.unlink(missing_ok=True)
         with open(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             json.dump(asdict(job), file)
-        return fresh.replace(path)
+        fresh.replace(path)
     except OSError as error:
         _log.warning("The job cannot be found by `phalanx explain`: %s", error)
-        return None
 
 
 def running_jobs() -> list[RunningJob]:

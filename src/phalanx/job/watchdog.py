@@ -20,7 +20,7 @@ from phalanx.job.hub.client import Member
 from phalanx.job.hub.descriptions import Failure
 from phalanx.job.hub.worker_table import WorkerTable, phase_text
 from phalanx.runtime.call_site import where_is
-from phalanx.runtime.deadlines import STUCK_EXIT_CODE, worker_deadline
+from phalanx.runtime.deadlines import STUCK_EXIT_CODE, terminate_patience, worker_deadline
 
 _PERIOD = 0.5
 _WARN_AFTER = 5.0  # seconds
@@ -194,10 +194,14 @@ class Watchdog:
         answer = self._ask(0.0)
         silent = [row for row in answer[0].rows if row["quiet"]] if answer is not None else []
         if silent and self._member.failure is None:
+            if terminate_patience() is None:
+                until = "; without phalanx run, nothing ends them"
+            else:
+                seconds = f"{self.deadline:g} seconds (PHALANX_DEADLINE)"
+                until = f", or when nothing is heard of those for {seconds}"
             self._write(
                 f"phalanx: {self._member.task} has come to its end, and does not wait any longer for "
-                f"{', '.join(_describe(row) for row in silent)}. The job ends when all have, or when "
-                f"nothing is heard of those for {self.deadline:g} seconds (PHALANX_DEADLINE)."
+                f"{', '.join(_describe(row) for row in silent)}. The job ends when all have{until}."
             )
 
     def _run(self) -> None:

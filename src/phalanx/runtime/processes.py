@@ -37,8 +37,8 @@ def cpu_seconds(pid: int) -> float | None:
     True
     """
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb") as file:  # the name in it need not be text
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")

@@ -27,6 +27,13 @@ def wait_for(path: Path, age: float = 0.0) -> None:
         threading.Event().wait(0.01)
 
 
+def compute(seconds: float) -> None:
+    """In native code that holds Python's lock, so that no thread can answer."""
+    begun = time.process_time()
+    sum(range(5_000_000))
+    sum(range(int(5_000_000 * seconds / (time.process_time() - begun))))
+
+
 def main(folder: Path, plan: str) -> int:
     """Go through generations; `plan` says what this worker does in which of them."""
     number = int(os.environ[NUMBER])
@@ -42,6 +49,11 @@ def main(folder: Path, plan: str) -> int:
     while True:
         answer = visitor.wait()
         if isinstance(answer, Released):
+            print(f"{number} may go: {answer.why}", flush=True)
+            if deeds.get(f"{number}.gone") == "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if deeds.get(f"{number}.gone") == "compute":
+                compute(2.5)
             return 143 if answer.why == "left" else 0
         assert isinstance(answer, GenerationEntry)
         print(
@@ -59,23 +71,25 @@ def main(folder: Path, plan: str) -> int:
             os.kill(os.getpid(), signal.SIGSTOP)
         if deed == "busy":  # until another one has waited for longer than for one that is frozen
             wait_for(folder / "waits", age=1.5)
-        if deed == "compute":  # in native code that holds Python's lock, so that no thread can answer
+        if deed == "compute":
             wait_for(folder / "lost")
-            begun = time.process_time()
-            sum(range(5_000_000))
-            sum(range(int(5_000_000 * 2.5 / (time.process_time() - begun))))
+            compute(2.5)
         if deed == "cut":  # and what is told next must arrive all the same
             cut_all()
         if deed in ("notice", "cut"):
             os.kill(os.getpid(), signal.SIGTERM)
-        if deed in ("halt", "end"):  # meet the others, and then freeze or come to the end
+        if deed in ("halt", "end", "miss"):  # meet the others, and then freeze or come to the end
             member = Member(str(answer.hub), os.environ["PHALANX_TOKEN"], "worker", answer.rank)
             member.wait_joined(DEADLINE)
             if deed == "halt":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if deed == "miss":  # the end that another one has come to
+                wait_for(folder / "finished")
+                os.kill(os.getpid(), signal.SIGKILL)
             member.come_to_end(0.5)
         if deed in ("finish", "end", "fall"):
             visitor.finished(answer.generation)
+            (folder / "finished").touch()
             if visitor.wait_for_end() is not None:
                 if deed == "fall":  # in what the program does after the training
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +91,22 @@ def test_a_notice_that_comes_before_the_program_can_take_it_is_one(
     assert "is started" not in err
 
 
+def test_signals_that_end_workers_on_other_hosts_are_known(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """There SIGUSR1 is a notice, too, and a crash of native code a loss. `sh` stands for ssh."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nexec sh -c "$3"\n')
+    ssh.chmod(0o700)
+    hosts = ("--hosts", "a,b,c", "--ssh", str(ssh), "--hub-address", "127.0.0.1")
+    plan = f"1.0={128 + signal.SIGUSR1},2.1={128 + signal.SIGSEGV},0.1=lose,0.2=finish"
+    options = (*hosts, "--python", sys.executable, "--workers", "1:3", "--restarts", "0")
+    assert play(tmp_path, plan, *options) == 0
+    out, err = capfd.readouterr()
+    assert "worker 1 was killed by signal 10 (SIGUSR1). The job goes on without it." in err
+    assert "0 in 2: worker 0; worker 2 was killed by signal 11 (SIGSEGV)" in out
+
+
 def test_a_worker_that_leaves_is_replaced_if_too_few_were_left(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,6 +145,19 @@ def test_a_notice_to_the_launcher_reaches_all_workers(
     with beside(tmp_path, ["0.1", "1.1"], lambda: os.kill(os.getpid(), signal.SIGUSR1)):
         assert play(tmp_path, "", "--workers", "1:2") == 143
     assert "0 in 2" not in capfd.readouterr().out
+
+
+def test_a_job_that_is_asked_to_end_does_not_wait_for_replacements(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM to `phalanx run`: the last ones to leave would hand their state over to others."""
+    options = ("-n", "2", "--workers", "2:4", "--restarts", "3")
+    with beside(tmp_path, ["0.1", "1.1"], lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert play(tmp_path, "", *options) == 143
+    out, err = capfd.readouterr()
+    assert "0 may go: left" in out
+    assert "1 may go: left" in out
+    assert "is started" not in err
 
 
 def test_a_running_job_gets_more_workers_and_fewer(
@@ -208,6 +238,18 @@ def test_a_worker_that_freezes_while_the_others_come_to_their_end_is_ended(
     assert "0 in 2: worker 0; worker 1 was ended, because nothing was heard of it at the end" in out
 
 
+def test_a_worker_that_freezes_is_ended_although_another_one_is_lost_at_the_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub of worker 1 has a failure then, so it is the door that misses it."""
+    hasten(monkeypatch)
+    options = ("--workers", "1:3", "--restarts", "0", "--timeout", "30")
+    assert play(tmp_path, "0.1=end,1.1=halt,2.1=miss,0.2=finish", *options) == 0
+    out, err = capfd.readouterr()
+    assert "worker 1 is ended. The others wait for it to stop, as workers come or go." in err
+    assert "0 in 2: worker 0; worker 2 was killed by signal 9 (SIGKILL); worker 1 was ended" in out
+
+
 def test_a_job_of_which_a_worker_is_lost_after_the_training_has_not_succeeded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,6 +284,22 @@ def test_a_worker_that_freezes_when_it_is_alone_does_not_keep_out_those_at_the_d
     out, err = capfd.readouterr()
     assert "worker 0 is ended. It has been asked to stop, as workers come or go, and nothing" in err
     assert "1 in 2: worker 1; worker 1 has come; worker 0 was ended, because nothing was heard" in out
+
+
+@pytest.mark.parametrize("then", ["freeze", "compute"])
+def test_a_worker_that_has_left_keeps_a_job_that_is_over_only_while_it_does_something(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    hasten(monkeypatch)
+    monkeypatch.setattr(idleness, "_SECONDS", 0.2)
+    monkeypatch.setenv("PHALANX_DEADLINE", "1.5")
+    options = ("--workers", "1:2", "--restarts", "0", "--timeout", "30")
+    assert play(tmp_path, f"1.1=notice,1.gone={then},0.2=finish", *options) == 0
+    out, err = capfd.readouterr()
+    assert "1 may go: left" in out
+    ended = "worker 1 is ended. None trains any more, and nothing has been heard of it for 1.5 seconds."
+    assert (ended in err) == (then == "freeze")
+    assert ("worker 1 is ended" in err) == (then == "freeze")
 
 
 def hasten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,11 +47,13 @@ class World:
         self.alive: dict[int, Process] = {}
         self.members: dict[int, Process] = {}  # of the generation, dead or alive
         self.lost: set[int] = set()  # those of them that are dead
+        self.frozen: set[int] = set()  # those that do nothing any more, and never end by themselves
+        self.named = False  # whether the hub has found that members wait for one that is frozen
         self.checkpoint: list[int] = []
         self.count = 0
         self.asked = self.made = False
         self.heard = 0.0  # when all were known to run
-        self.stopped = math.inf  # when the first member has left its generation, or was asked to
+        self.stopped = math.inf  # since when a member waits for the others to stop, or they shall
         self.leaving: set[int] = set()  # those that want to leave, or shall
         self.left_to_spawn = limits.replacements
         self.results: list[list[int]] = []
@@ -65,6 +67,8 @@ class World:
         self.do(self.job.started(number, f"worker {number}", self.now))
 
     def do(self, orders: list[Order]) -> None:
+        if self.lost and any(p.place == "finished" for p in self.alive.values()):
+            self.stopped = min(self.stopped, self.now)
         for order in orders:
             match order:
                 case Begin(generation):
@@ -75,18 +79,21 @@ class World:
                     assert self.alive[worker].place == "finished"
                     self.alive[worker].place = "running"
                 case Release(worker, why):
-                    process = self.alive.pop(worker)
+                    process = self.alive[worker]
                     if why == "finished":
+                        del self.alive[worker]
                         assert process.place == "finished"
                         assert not self.lost, "what a lost member had to do at the end is not done"
                         self.results.append(process.applied)
                     else:
                         assert process.place == "waiting"
+                        process.place = "released"
                 case Spawn(count):
                     for _ in range(count):
                         self.spawn()
                 case End(worker, _):
-                    assert self.silent > self.job.limits.stopping - 1.0 or self.waited > DEADLINE - 1.0
+                    is_silent = worker in self.frozen or self.silent > self.job.limits.stopping - 1.0
+                    assert is_silent or self.waited > DEADLINE - 1.0
                     self.die(worker)
                 case Fail(text):
                     assert self.failure is None
@@ -116,13 +123,13 @@ class World:
             process.place, process.holds = "running", False
         self.members, self.asked = {p.number: p for p in members}, False
         self.lost.clear()
-        self.stopped = math.inf
+        self.named, self.stopped = False, math.inf
 
     # -- what can happen -------------------------------------------------------------------------
 
     def step(self, process: Process) -> None:
         """Begin a step, or end it: that needs all members to have begun it."""
-        if process.place != "running":
+        if process.place != "running" or process.number in self.frozen:
             return
         if len(process.applied) == LAST:  # which needs no others any more
             process.place = "finished"
@@ -138,11 +145,13 @@ class World:
 
     @property
     def failed(self) -> bool:
-        """Whether a member of the generation is gone."""
-        return any(number not in self.alive for number in self.members)
+        """Whether a member of the generation is gone, or known to be frozen."""
+        return self.named or any(number not in self.alive for number in self.members)
 
     def stop(self, process: Process) -> None:
         """Leave the generation: it has failed, or all stand after the same step and shall stop."""
+        if process.number in self.frozen:
+            return
         there = {(p.begun, len(p.applied)) for p in self.members.values()}
         agreed = self.asked and len(there) == 1 and len(set(*there)) == 1
         returned = any(p.place == "waiting" for p in self.members.values())
@@ -155,7 +164,7 @@ class World:
             self.do(self.job.stopped(process.number, done, process.holds, self.now))
 
     def arrive(self, process: Process) -> None:
-        if process.place == "coming":
+        if process.place == "coming" and process.number not in self.frozen:
             process.place = "waiting"
             self.do(self.job.arrived(process.number, self.now, recoverable=self.spread))
 
@@ -168,6 +177,8 @@ class World:
         """All begin a step, one has made it, and another one dies before the rest have."""
         members = list(self.members.values())
         if self.failed or len(members) < 2 or any(p.place != "running" for p in members):
+            return
+        if self.frozen & set(self.members):
             return
         for process in members:
             while process.place == "running" and process.begun == len(process.applied) < LAST:
@@ -184,10 +195,38 @@ class World:
                 if process.place == "running" and len(process.applied) < LAST:
                     self.step(process)
 
+    def strand(self, first: int) -> None:
+        """One has come to its end, another one is lost there, and the others freeze."""
+        self.approach_the_end()
+        members = list(self.members.values())
+        ended = [p for p in members if p.place == "running" and len(p.applied) == LAST]
+        if self.failed or len(ended) < len(members) or len(members) < 2:
+            return
+        finished, lost, *others = members[first % len(members) :] + members[: first % len(members)]
+        self.step(finished)
+        self.frozen |= {p.number for p in others}
+        self.die(lost.number)
+
     def wait(self, seconds: float, heard: bool) -> None:
         self.now += seconds
         self.heard = self.now if heard else self.heard
-        self.do(self.job.tick(self.now, self.alive if heard else []))
+        self.do(self.job.tick(self.now, set(self.alive) - self.frozen if heard else []))
+
+    def find_frozen(self) -> None:
+        """What the hub does for those that wait for a frozen member; none misses one that is alone."""
+        there = [p for p in self.members.values() if p.number in self.alive and p.place != "released"]
+        silent = [p for p in there if p.number in self.frozen and p.place == "running"]
+        others = [p for p in there if p not in silent]
+        wait = {p.number for p in self.alive.values() if p.place == "waiting"} - self.leaving
+        if not others and not (self.asked and wait):
+            for process in silent:  # a person finds out
+                self.die(process.number)
+        elif any(p.begun > s.begun for p in others for s in silent if p.place == "running"):
+            self.named = True
+        elif not self.failed and all(p.place == "finished" for p in others):
+            for process in silent:
+                self.job.ends(process.number, "was ended")
+                self.die(process.number)
 
     @property
     def waited(self) -> float:
@@ -201,7 +240,7 @@ class World:
 
     def check_that_enough_stay(self) -> None:
         """As long as workers may be started in place of others, there are not less than the least."""
-        staying = set(self.alive) - self.leaving
+        staying = {p.number for p in self.alive.values() if p.place != "released"} - self.leaving
         enough = len(staying) >= self.job.limits.minimum
         assert enough or self.left_to_spawn == 0 or self.job.is_over
 
@@ -224,6 +263,10 @@ class World:
             self.tear(which)
         elif kind == "end":
             self.approach_the_end()
+        elif kind == "strand":
+            self.strand(which)
+        elif kind == "freeze":
+            self.frozen.add(process.number)
         elif kind == "leave":
             self.leaving.add(process.number)
             self.do(self.job.leaves(process.number, self.now))
@@ -244,20 +287,25 @@ class World:
             {"step": self.step, "stop": self.stop, "arrive": self.arrive}[kind](process)
 
     def drain(self) -> None:
-        """Let the job come to its end without further misfortune."""
-        for _ in range(400):
-            if self.job.is_over or not self.alive:
+        """Let the job come to its end without further misfortune, and all processes to theirs."""
+        for count in range(400):
+            if self.failure is not None or not self.alive:
                 return
             for process in list(self.alive.values()):
+                is_free = process.place == "released" and process.number not in self.frozen
+                if is_free and count > 60:  # what it had left to do took longer than any wait
+                    self.die(process.number)
                 for act in (self.arrive, self.stop, self.step):
                     if process.number in self.alive:
                         act(process)
-            self.wait(5.0, heard=False)
+            self.find_frozen()
+            self.wait(5.0, heard=True)
         raise AssertionError(f"the job does not end: {self.job.describe()}")
 
 
 KINDS = ["step"] * 6 + ["stop"] * 3 + ["arrive"] * 3
 KINDS += ["die", "tear", "tear", "leave", "leave", "vanish", "resize", "wait", "end"]
+KINDS += ["freeze", "strand"]
 
 
 @settings(max_examples=300, deadline=None)
@@ -268,6 +316,7 @@ KINDS += ["die", "tear", "tear", "leave", "leave", "vanish", "resize", "wait", "
     spread=st.booleans(),
     together=st.booleans(),
     reclaimed=st.booleans(),
+    stranded=st.booleans(),
     moves=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), min_size=20, max_size=80),
 )
 def test_every_step_counts_once_whatever_happens(
@@ -277,6 +326,7 @@ def test_every_step_counts_once_whatever_happens(
     spread: bool,
     together: bool,
     reclaimed: bool,
+    stranded: bool,
     moves: list[tuple[str, int]],
 ) -> None:
     least, most = bounds
@@ -287,6 +337,8 @@ def test_every_step_counts_once_whatever_happens(
             world.arrive(process)
     for kind, which in moves:
         world.move(kind, which)
+    if stranded:
+        world.move("strand", first)
     count = world.count
     if reclaimed:
         world.do(world.job.all_leave(world.now))
@@ -431,7 +483,7 @@ def test_a_worker_that_is_busy_on_its_own_is_waited_for_until_the_deadline() -> 
     job, _ = start(WorkerLimits(1, 3, stopping=4.0, deadline=60.0), 3)
     assert job.gone(2, "was killed", 2.0) == []
     assert job.stopped(0, 3, True, 2.0) == []
-    assert job.is_stopping
+    assert job.awaited == [1]
     for now in range(3, 62):
         assert job.tick(now, [1]) == []
     [order] = job.tick(62.0, [1])
@@ -453,9 +505,9 @@ def test_when_all_that_train_are_silent_they_do_not_keep_out_those_at_the_door()
     assert job.tick(10.0) == []  # none waits for it
     job.resize(2, 10.0)
     job.started(1, "worker 1", 10.0)
-    assert not job.is_stopping
+    assert job.awaited == []
     assert job.arrived(1, 11.0, recoverable=True) == [Stop((0,), save=False)]
-    assert job.is_stopping
+    assert job.awaited == [0]
     assert job.tick(14.0, [0]) == []  # it has an evaluation to do, say, which may take long
     assert job.tick(17.9) == []
     [order] = job.tick(18.0)
@@ -487,6 +539,20 @@ def test_one_that_has_finished_comes_back_for_one_that_has_not() -> None:
     [order] = job.stopped(0, 10, True, 2.3)
     assert isinstance(order, Begin)
     assert (order.generation.step, order.generation.source) == (10, 0)
+
+
+def test_one_that_is_silent_is_ended_if_one_has_finished_and_another_one_is_lost() -> None:
+    """The hub leaves it alone, because its generation has failed; and no member has come back."""
+    job, _ = start(WorkerLimits(1, 3, stopping=4.0), 3)
+    assert job.finished(0, 10, 2.0) == []
+    assert job.gone(2, "was killed", 3.0) == []
+    assert job.awaited == [1]
+    assert job.tick(4.0, [1]) == []
+    assert job.tick(7.9) == []
+    [order] = job.tick(8.0)
+    assert isinstance(order, End)
+    assert order.worker == 1
+    assert job.gone(1, "was killed by signal 9", 8.1) == [Again(0)]
 
 
 def test_a_job_that_a_worker_leaves_does_not_come_below_its_minimum() -> None:
@@ -538,6 +604,15 @@ def test_when_all_leave_none_is_started() -> None:
     assert job.gone(2, "was killed", 2.5) == []
 
 
+def test_when_all_leave_those_that_waited_for_others_may_go() -> None:
+    """Each got its notice by itself first, so others were asked for, to take over the state."""
+    job, _ = start(WorkerLimits(2, 4, replacements=3), 2)
+    assert job.leaves(0, 2.0) == [Stop((0, 1), save=True), Spawn(1)]
+    assert job.leaves(1, 2.1) == [Spawn(1)]
+    assert job.stopped(0, 4, True, 2.2) == job.stopped(1, 4, True, 2.3) == []
+    assert job.all_leave(2.4) == [Release(0, "left"), Release(1, "left")]
+
+
 @pytest.mark.parametrize("lost", ["while it was at the end", "when it had come to its end"])
 def test_the_end_is_done_again_for_a_member_that_is_lost_before_all_have_done_it(lost: str) -> None:
     """The first exports the model, say, in the training function or after it."""
@@ -566,8 +641,47 @@ def test_one_that_is_still_being_started_does_not_keep_up_a_job_that_is_over() -
     assert job.tick(4.0) == job.tick(33.0) == []
     [order] = job.tick(34.1)
     assert isinstance(order, End)
-    assert (order.worker, "The training has ended" in order.why) == (1, True)
+    assert (order.worker, "None trains any more" in order.why) == (1, True)
     assert job.tick(60.0) == []
+
+
+@pytest.mark.parametrize(("why", "seconds"), [("late", 30.0), ("left", 600.0)])
+def test_one_that_was_turned_away_and_is_silent_does_not_keep_up_a_job_that_is_over(
+    why: str, seconds: float
+) -> None:
+    job, _ = start(WorkerLimits(1, 2, stopping=30.0, deadline=600.0), 2)
+    if why == "left":
+        job.leaves(1, 2.0)
+        job.stopped(1, 5, True, 2.0)
+        release, _ = job.stopped(0, 5, True, 2.0)
+        job.finished(0, 9, 3.0)
+    else:
+        job.gone(1, "was killed", 1.5)
+        job.stopped(0, 5, True, 1.5)
+        job.started(2, "worker 1", 1.5)
+        job.finished(0, 9, 3.0)
+        [release] = job.arrived(2, 3.0)
+    worker = release.worker
+    assert (release, worker in job.alive) == (Release(worker, why), False)
+    assert job.awaited == [worker]
+    assert job.tick(1000.0, [worker]) == []  # its program has something to do
+    assert job.tick(999.0 + seconds) == []
+    [order] = job.tick(1000.0 + seconds)
+    assert (order.worker, f"for {seconds:g} seconds" in order.why) == (worker, True)
+    assert job.tick(5000.0) == []  # it is being ended
+    assert job.gone(worker, "was killed by signal 9", 5001.0) == []
+    assert job.awaited == []
+
+
+def test_when_all_have_left_one_that_is_silent_is_ended_and_one_that_is_heard_of_is_not() -> None:
+    job, _ = start(WorkerLimits(1, 2, patience=50.0, deadline=600.0), 2)
+    job.all_leave(2.0)
+    job.stopped(0, 5, True, 2.0)
+    assert len(job.stopped(1, 5, True, 2.0)) == 2
+    for now in range(3, 602):
+        assert job.tick(now, [0]) == []
+    assert [order.worker for order in job.tick(602.0, [0])] == [1]
+    assert not job.is_over
 
 
 def test_a_network_that_comes_and_goes_is_told_of_once() -> None:

@@ -419,7 +419,7 @@ def test_jobs_on_hosts(ssh: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "both")
     outcome = run_job(remote_job(program, ssh, "me@a,b:7", cwd=str(tmp_path)), view)
     assert outcome.exit_code == 128 + signal.SIGKILL
-    assert outcome.processes.codes == [128 + signal.SIGTERM, 128 + signal.SIGKILL]
+    assert outcome.processes.codes == [128 + signal.SIGTERM, -signal.SIGKILL]
     words = [line.split() for line in view.printed() if line.startswith("pids")]
     others = [line for line in view.printed() if not line.startswith("pids")]
     assert others == [f"yes {{'worker': ['a:12300', 'b:7']}} {tmp_path}"] * 2

@@ -232,6 +232,17 @@ def test_files_of_dead_launchers_are_removed(runtime: Path) -> None:
         assert not list(folder.glob(f"{gone.pid}-*.json"))
 
 
+def test_a_job_that_could_be_announced_late_only_leaves_no_file(runtime: Path) -> None:
+    folder = runtime_folder()
+    folder.chmod(0o755)
+    job = RunningJob(os.getpid(), "a.py", "h:1", "t")
+    with announced(job) as update:
+        folder.chmod(0o700)
+        update(job)
+        assert running_jobs() == [job]
+    assert list(folder.iterdir()) == []
+
+
 def test_a_folder_that_others_can_read_is_not_used(runtime: Path) -> None:
     runtime_folder().chmod(0o755)
     with pytest.raises(px.errors.PermissionDeniedError, match="chmod 700"):

@@ -114,7 +114,7 @@ class Door:
         self._hub: Hub | None = None
         self._closing: list[threading.Thread] = []
         self._now = ObservedTime(_FROZEN)
-        self._asked = 0.0  # when the members were asked whether they are there
+        self._asked = 0.0  # when workers were asked whether they are there
         self._answered: set[int] = set()  # those that have said so since the last tick
         sock = listen(host, 0)
         self.address = join_address(host, sock.getsockname()[1])
@@ -270,22 +270,20 @@ class Door:
 
     def _tick(self) -> None:
         now = self._now()
-        heard = self._heard(now) if self._state.is_stopping else set()
-        self._do(self._state.tick(now, heard))
+        self._do(self._state.tick(now, self._heard(self._state.awaited, now)))
 
-    def _heard(self, now: float) -> set[int]:
-        """The members of this generation whose processes run.
+    def _heard(self, workers: Sequence[int], now: float) -> set[int]:
+        """Those of some workers whose processes run.
 
         Their threads say so while the training thread is busy, unless native code holds Python's lock;
         then the process computes, as it does while it imports its modules anew.
         """
-        members = list(self._tasks.values())
         if now - self._asked >= _ASK_EVERY:
             self._asked = now
-            for connection in [self._connections[w] for w in members if w in self._connections]:
+            for connection in [self._connections[w] for w in workers if w in self._connections]:
                 connection.send({"type": "there"})
         heard, self._answered = self._answered, set()
-        computing = (worker for worker in members if self._launcher.computes(self._pids[worker]))
+        computing = (worker for worker in workers if self._launcher.computes(self._pids[worker]))
         return heard.union(computing)
 
     def _do(self, orders: Sequence[Order]) -> None:

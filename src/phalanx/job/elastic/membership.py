@@ -53,7 +53,7 @@ class _Worker:
     holds: bool = False  # whether it has the state of that step
     recoverable: bool = False  # whether it can restore a checkpoint
     wants_to_leave: bool = False
-    heard: float = 0.0  # when its process was seen to run, while others wait for it
+    heard: float = 0.0  # when its process was seen to run, while it is awaited
     ended: str = ""  # how it ends because it is killed from here
 
 
@@ -87,6 +87,7 @@ class ElasticMembership:
         self.limits = limits
         self._target = limits.maximum if size is None else size
         self._workers: dict[int, _Worker] = {}
+        self._turned_away: dict[int, _Worker] = {}  # until their processes have ended
         self._generation: Generation | None = None
         self._replacements = limits.replacements
         self._ordered = 0  # workers that are to be started, and have not been yet
@@ -99,7 +100,7 @@ class ElasticMembership:
         self._asked_since = 0.0
         self._stopping_since: float | None = None
         self._short_since: float | None = None
-        self._over_since: float | None = None
+        self._idle_since: float | None = None  # when it was seen that none trains any more
         self._begun = 0.0
         self.is_over = False
         """Whether the job has succeeded or failed."""
@@ -118,7 +119,7 @@ class ElasticMembership:
 
     @property
     def alive(self) -> list[int]:
-        """The workers that were started and have not ended."""
+        """The workers that were started, and have neither been turned away nor ended."""
         return list(self._workers)
 
     def describe(self) -> list[tuple[str, str]]:
@@ -193,7 +194,8 @@ class ElasticMembership:
     def all_leave(self, now: float) -> list[Order]:
         """All machines will be taken away: none is started any more."""
         self._all_leave = True
-        return [order for worker in self.alive for order in self.leaves(worker, now)]
+        orders = [order for worker in self.alive for order in self.leaves(worker, now)]
+        return orders + self._settle(now)  # those that were about to leave need not wait for others
 
     def gone(
         self, worker: int, how: str, now: float, replace: bool = True, left: bool = False
@@ -207,6 +209,7 @@ class ElasticMembership:
             replace: whether another one may be started in its place.
             left: whether it has ended because of a notice that it could not pass on; see `leaves`.
         """
+        self._turned_away.pop(worker, None)
         found = self._workers.pop(worker, None)
         if found is None:
             return []
@@ -251,15 +254,18 @@ class ElasticMembership:
             self._workers[worker].ended = how
 
     @property
-    def is_stopping(self) -> bool:
-        """Whether members of a generation are to stop, so that it counts who is heard of."""
-        return self._stopping_since is not None or self._asked is not None
+    def awaited(self) -> list[int]:
+        """The workers that are to stop, or to end, so that it counts whether they are heard of."""
+        is_stopping = self._stopping_since is not None or self._asked is not None
+        stopping = [w.number for w in self._at(_Is.RUNNING)] if is_stopping else []
+        return [*stopping, *self._turned_away]
 
     def tick(self, now: float, heard: Iterable[int] = ()) -> list[Order]:
         """Time has passed, and the processes of some workers are known to run."""
         for worker in heard:
-            if worker in self._workers:
-                self._workers[worker].heard = now
+            for workers in (self._workers, self._turned_away):
+                if worker in workers:
+                    workers[worker].heard = now
         return self._settle(now)
 
     # -- consequences ----------------------------------------------------------------------------
@@ -283,13 +289,13 @@ class ElasticMembership:
 
     def _settle(self, now: float) -> list[Order]:
         if self.is_over:
-            return self._turn_away(self._at(_Is.WAITING)) + self._end_coming(now)
+            return self._turn_away(self._at(_Is.WAITING), now) + self._end_silent(now)
         running = self._at(_Is.RUNNING)
         finished = self._at(_Is.FINISHED)
         if running:
             return self._stop(now, running)
         if finished:
-            return self._finish(finished)
+            return self._finish(finished, now)
         return self._begin(now)
 
     def _at(self, place: _Is) -> list[_Worker]:
@@ -299,10 +305,13 @@ class ElasticMembership:
         """What to tell those who train."""
         assert self._generation is not None
         number = self._generation.number
-        returned = [w for w in self._at(_Is.WAITING) if w.generation == number]
-        if returned:  # the generation is over
+        finished = self._at(_Is.FINISHED)
+        # If one is lost, those that have finished are needed again, and wait like those that are back.
+        if any(w.generation == number for w in self._at(_Is.WAITING)) or (self._has_lost and finished):
+            if self._stopping_since is None:
+                self._stopping_since = now
             return [order for w in running for order in self._end_if_late(w, now)]
-        members = [*running, *self._at(_Is.FINISHED)]
+        members = [*running, *finished]
         leaving = any(w.wants_to_leave for w in members)
         staying = [w for w in members if not w.wants_to_leave]
         room = min(self._target, self.limits.maximum) - len(staying)
@@ -335,18 +344,18 @@ class ElasticMembership:
         """Others wait at the door for this one: for how long depends on whether its process runs."""
         assert self._stopping_since is not None
         limits, since = self.limits, self._stopping_since
-        silent, longest = now - max(since, worker.heard), max(limits.stopping, limits.deadline)
-        if worker.ended or (silent < limits.stopping and now - since < longest):
+        silent = now - max(since, worker.heard)
+        if worker.ended or (silent < limits.stopping and now - since < limits.longest):
             return []
         worker.ended = "was ended, because it did not stop with the others"
         why = (
             f"Nothing has been heard of it for {limits.stopping:g} seconds"
             if silent >= limits.stopping
-            else f"It has not done so for {longest:g} seconds, the deadline (PHALANX_DEADLINE)"
+            else f"It has not done so for {limits.longest:g} seconds, the deadline (PHALANX_DEADLINE)"
         )
         return [End(worker.number, f"The others wait for it to stop, as workers come or go. {why}.")]
 
-    def _finish(self, finished: list[_Worker]) -> list[Order]:
+    def _finish(self, finished: list[_Worker], now: float) -> list[Order]:
         assert self._generation is not None
         number = self._generation.number
         if self._has_lost or any(w.generation == number for w in self._at(_Is.WAITING)):
@@ -355,24 +364,32 @@ class ElasticMembership:
             return [Again(w.number) for w in finished]
         self.is_over = True
         orders: list[Order] = [Release(w.number, "finished") for w in finished]
-        return orders + self._turn_away(self._at(_Is.WAITING))
+        return orders + self._turn_away(self._at(_Is.WAITING), now)
 
-    def _end_coming(self, now: float) -> list[Order]:
-        """The job is over: what was being started is awaited no longer than members that stop."""
-        if self._over_since is None:
-            self._over_since = now
-        coming = [w for w in self._at(_Is.COMING) if not w.ended]
-        if now - self._over_since < self.limits.stopping:
-            return []
-        for worker in coming:
-            worker.ended = "was ended, because it did not come"
-        why = f"The training has ended, and it has not come within {self.limits.stopping:g} seconds."
-        return [End(worker.number, why) for worker in coming]
+    def _end_silent(self, now: float) -> list[Order]:
+        """None trains any more: what is still there may be frozen."""
+        if self._idle_since is None:
+            self._idle_since = now
+        limits, since = self.limits, self._idle_since
+        awaited = [(w, limits.stopping) for w in self._at(_Is.COMING)]
+        # One that has left may have something to do of which nothing can be heard.
+        awaited += [
+            (w, limits.longest if w.wants_to_leave else limits.stopping)
+            for w in self._turned_away.values()
+        ]
+        orders: list[Order] = []
+        for worker, seconds in awaited:
+            if not worker.ended and now - max(since, worker.heard) >= seconds:
+                worker.ended = "was ended, because nothing was heard of it"
+                why = f"None trains any more, and nothing has been heard of it for {seconds:g} seconds."
+                orders.append(End(worker.number, why))
+        return orders
 
-    def _turn_away(self, waiting: Iterable[_Worker]) -> list[Order]:
+    def _turn_away(self, waiting: Iterable[_Worker], now: float) -> list[Order]:
         found = list(waiting)
         for worker in found:
-            del self._workers[worker.number]
+            self._turned_away[worker.number] = self._workers.pop(worker.number)
+            worker.heard = now
             if worker.wants_to_leave:
                 self._missed.append((worker.name, "has left"))
                 self._news = self._news or [f"{worker.name} has left"]  # who had to hand over its state
@@ -380,7 +397,7 @@ class ElasticMembership:
 
     def _begin(self, now: float) -> list[Order]:
         """None trains: begin a generation if there are enough workers, or give up."""
-        orders = self._turn_away(self._may_leave())
+        orders = self._turn_away(self._may_leave(), now)
         waiting = self._at(_Is.WAITING)
         coming = self._at(_Is.COMING)
         staying = [w for w in waiting if not w.wants_to_leave]
@@ -389,8 +406,8 @@ class ElasticMembership:
             return orders  # at the start, all that were started are waited for
         if enough:
             return orders + self._new_generation(waiting)
-        if not waiting and not coming and not self._ordered and orders:
-            return orders  # all have left as they wanted
+        if not waiting and not coming and not self._ordered and self._turned_away:
+            return orders + self._end_silent(now)  # all have left as they wanted
         if self._short_since is None:
             self._short_since = now
         if now - self._short_since < self.limits.patience:
@@ -453,7 +470,7 @@ class ElasticMembership:
         here = {worker.name for worker in members}  # a name is that of a place, also of later workers
         self._missed = [(name, how) for name, how in self._missed if name not in here]
         self._news, self._asked, self._has_lost = [], None, False
-        self._stopping_since = self._short_since = None
+        self._stopping_since = self._short_since = self._idle_since = None
         return [Begin(self._generation)]
 
     def _fail(self, text: str) -> list[Order]:

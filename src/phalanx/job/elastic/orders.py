@@ -52,6 +52,11 @@ class WorkerLimits:
                 f"Received: {self.minimum}:{self.maximum}"
             )
 
+    @property
+    def longest(self) -> float:
+        """The seconds of `deadline` that count."""
+        return max(self.stopping, self.deadline)
+
 
 @dataclass(frozen=True)
 class Generation:

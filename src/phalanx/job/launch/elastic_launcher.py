@@ -18,7 +18,7 @@ from phalanx.job.elastic.orders import Generation, WorkerLimits
 from phalanx.job.elastic.visitor import ADDRESS, NUMBER
 from phalanx.job.hub.descriptions import Failure, Task, describe_exit
 from phalanx.job.hub.server import Hub
-from phalanx.job.launch.exit_policy import ElasticExitPolicy, has_left, is_lost
+from phalanx.job.launch.exit_policy import ElasticExitPolicy, EndReason, has_left, is_lost
 from phalanx.job.launch.launcher import (
     DEATH_SECONDS,
     Job,
@@ -38,6 +38,7 @@ from phalanx.net.wakeup import Wakeup
 __all__ = ["ElasticDisplay", "run_elastic_job"]
 
 
+_NOTICES = (EndReason.INTERRUPT, EndReason.TIMEOUT)  # reasons for which all get SIGTERM
 _LOST = ("died", "left", "deadline", "hub")  # kinds of failures after which the others go on
 
 
@@ -113,6 +114,7 @@ class _Workers:
         self._running: dict[int, Running] = {}  # by the numbers of workers
         self._lock = threading.Lock()
         self._wanted = 0
+        self._all_leave = False
         self._to_end: list[tuple[int, str]] = []
         self._finished: set[int] = set()  # workers that are told that the training has ended
         self._generations: list[tuple[Generation, list[str], Hub | None]] = []
@@ -184,6 +186,9 @@ class _Workers:
             generations, self._generations = self._generations, []
         if self.failure:
             self.ending.fail(time.monotonic())
+        if self.ending.reason in _NOTICES and not self._all_leave:
+            self._all_leave = True
+            self._door.all_leave()  # which would wait for others to be started
         for number, why in to_end:
             place = self._places[number]
             if self._number_at(place) == number and group.kill(place):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from phalanx.runtime.processes import cpu_seconds
 
 _SECONDS = 2.0  # between looks
+_LONGEST = 5  # times as many seconds; after that the two say nothing of what the process does now
 _SHARE = 0.1  # of a processor, in that time
 
 
@@ -34,18 +35,22 @@ class Idleness:
         self._seen: dict[int, tuple[float, float]] = {}
 
     def computes(self, pid: int) -> bool | None:
-        """Whether a process has computed since the last look; None if that was only a moment ago.
+        """Whether a process has computed since the last look.
 
-        A process of which nothing is known does not.
+        A process of which nothing is known does not. None if the last look was only a moment ago or
+        long ago, or at another process that had the same number.
         """
         used, now = self._used(pid), self._clock()
         if used is None:
             return False
         before, since = self._seen.setdefault(pid, (used, now))
-        if now - since < _SECONDS:
+        passed = now - since
+        if passed < _SECONDS and used >= before:
             return None
         self._seen[pid] = used, now
-        return used - before >= _SHARE * (now - since)
+        if passed > _LONGEST * _SECONDS or used < before:
+            return None
+        return used - before >= _SHARE * passed
 
     def is_idle(self, pid: int) -> bool:
         """Whether a process is known not to have computed since the last look."""

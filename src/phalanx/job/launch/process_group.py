@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from phalanx.job.launch.exit_policy import DEFAULT_PATIENCE, EndReason, ExitPolicy, Patience
 from phalanx.job.launch.output import LineSplitter, Tail
+from phalanx.job.launch.remote import code_from_agent
 from phalanx.job.launch.worker_process import Guard, Process, Running
 from phalanx.net.wakeup import Wakeup
 
@@ -203,6 +204,12 @@ class _Member:
         if command.remote is not None:
             self.process.write(f"{command.remote}\n".encode())
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, -n if signal n ended it, also on another host; None while it runs."""
+        code = self.process.code
+        return code_from_agent(code) if self._remote and code is not None else code
+
     def send(self, signum: int) -> None:
         if self._remote:
             self.process.write(f"{signal.Signals(signum).name}\n".encode())
@@ -349,7 +356,7 @@ class ProcessGroup:
             self.start(index, self._again(index, member.code, self._ending.restarted[index]))
 
     def _notice_exit(self, index: int, member: _Member) -> None:
-        code = member.process.code
+        code = member.exit_code
         if code is None or member.code is not None:
             return
         if member.process.exit_fd is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from phalanx.runtime.formatting import shown
 
 FIRST_PORT = 12_300
 """The port of the first task on a host whose port was not given."""
+
+_SIGNALS = range(128 + 1, 128 + 32)  # exit codes, in a shell, of processes that a signal has ended
 
 
 def parse_hosts(text: str, count: int) -> tuple[list[str], list[str]]:
@@ -59,6 +62,17 @@ def agent_command(ssh: str, host: str, python: str) -> list[str]:
 def agent_order(argv: Sequence[str], environ: Mapping[str, str], cwd: str) -> str:
     """What the agent is told first: one line of JSON."""
     return json.dumps({"argv": list(argv), "environ": dict(environ), "cwd": cwd})
+
+
+def code_from_agent(code: int) -> int:
+    """The exit code of a process on another host, -n if signal n ended it, from that of its agent.
+
+    Agents can only say it as a shell does. 143 stays: it is also what programs end with that leave.
+
+    >>> code_from_agent(3), code_from_agent(138), code_from_agent(143), code_from_agent(255)
+    (3, -10, 143, 255)
+    """
+    return 128 - code if code in _SIGNALS and code != 128 + signal.SIGTERM else code
 
 
 def shell_text(argv: Sequence[str], environ: Mapping[str, str], cwd: str | None = None) -> str:
