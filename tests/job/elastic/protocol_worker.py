@@ -81,10 +81,13 @@ def main(folder: Path, plan: str) -> int:
         if deed in ("halt", "end", "miss"):  # meet the others, and then freeze or come to the end
             member = Member(str(answer.hub), os.environ["PHALANX_TOKEN"], "worker", answer.rank)
             member.wait_joined(DEADLINE)
+            (folder / f"met.{number}").touch()
             if deed == "halt":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if deed == "miss":  # the end that another one has come to
                 wait_for(folder / "finished")
+                for name in answer.names:
+                    wait_for(folder / f"met.{name.split()[1]}")
                 os.kill(os.getpid(), signal.SIGKILL)
             member.come_to_end(0.5)
         if deed in ("finish", "end", "fall"):

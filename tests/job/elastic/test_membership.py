@@ -78,6 +78,7 @@ class World:
                 case Again(worker):
                     assert self.alive[worker].place == "finished"
                     self.alive[worker].place = "running"
+                    self.stopped = self.now  # it has heard of it just now
                 case Release(worker, why):
                     process = self.alive[worker]
                     if why == "finished":
@@ -247,9 +248,8 @@ class World:
     def move(self, kind: str, which: int) -> None:
         before = self.count
         self._move(kind, which)
-        if kind != "resize":
-            self.left_to_spawn -= self.count - before
-            assert self.left_to_spawn >= 0
+        self.left_to_spawn -= self.count - before
+        assert self.left_to_spawn >= 0
         self.check_that_enough_stay()
 
     def _move(self, kind: str, which: int) -> None:
@@ -278,6 +278,7 @@ class World:
             limits = self.job.limits
             size = limits.minimum + which % (limits.maximum - limits.minimum + 1)
             orders = self.job.resize(size, self.now)
+            self.left_to_spawn += sum(order.count for order in orders if isinstance(order, Spawn))
             about = self.job.describe()
             self.leaving |= {int(name.split()[1]) for name, doing in about if "leave" in doing}
             self.do(orders)
@@ -555,6 +556,21 @@ def test_one_that_is_silent_is_ended_if_one_has_finished_and_another_one_is_lost
     assert job.gone(1, "was killed by signal 9", 8.1) == [Again(0)]
 
 
+def test_those_that_are_needed_again_have_their_time_from_then_on() -> None:
+    """One exports the model for longer than any wait may last, while another one is lost."""
+    job, _ = start(WorkerLimits(1, 3, stopping=30.0, deadline=600.0), 3)
+    job.finished(0, 10, 2.0)
+    job.gone(2, "was killed", 3.0)
+    for now in range(4, 600):
+        assert job.tick(now, [1]) == []
+    assert job.finished(1, 10, 600.0) == [Again(0), Again(1)]
+    assert job.tick(610.0) == []
+    assert job.stopped(0, 10, True, 611.0) == job.tick(629.0) == []
+    [order] = job.tick(630.0)
+    assert isinstance(order, End)
+    assert order.worker == 1
+
+
 def test_a_job_that_a_worker_leaves_does_not_come_below_its_minimum() -> None:
     job, _ = start(WorkerLimits(2, 3, replacements=1), 2)
     assert job.leaves(1, 2.0) == [Stop((0, 1), save=True), Spawn(1)]
@@ -682,6 +698,22 @@ def test_when_all_have_left_one_that_is_silent_is_ended_and_one_that_is_heard_of
         assert job.tick(now, [0]) == []
     assert [order.worker for order in job.tick(602.0, [0])] == [1]
     assert not job.is_over
+
+
+def test_one_that_is_started_after_all_have_left_has_its_time_to_come() -> None:
+    """Also if too few come, and the job is over because of that."""
+    job, _ = start(WorkerLimits(2, 2, patience=50.0, stopping=30.0), 2)
+    for worker in (0, 1):
+        job.leaves(worker, 2.0)
+    job.stopped(0, 5, False, 3.0)
+    assert len(job.stopped(1, 5, False, 3.0)) == 2
+    assert job.resize(2, 10.0) == [Spawn(2)]
+    for worker in (2, 3):
+        job.started(worker, f"worker {worker}", 60.0)
+    assert job.tick(60.0) == []
+    assert isinstance(job.tick(110.0)[0], Fail)
+    assert job.tick(111.0) == job.tick(140.0) == []
+    assert [order.worker for order in job.tick(141.0)] == [2, 3]
 
 
 def test_a_network_that_comes_and_goes_is_told_of_once() -> None:

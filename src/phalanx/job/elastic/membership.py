@@ -137,6 +137,7 @@ class ElasticMembership:
             self._begun = now
         self._workers[worker] = _Worker(worker, name, wants_to_leave=self._all_leave)
         self._ordered = max(0, self._ordered - 1)
+        self._idle_since = None  # it has its time from now on
         return []
 
     def arrived(self, worker: int, now: float, recoverable: bool = False) -> list[Order]:
@@ -361,6 +362,7 @@ class ElasticMembership:
         if self._has_lost or any(w.generation == number for w in self._at(_Is.WAITING)):
             for worker in finished:  # what a lost one had to do at the end is done by another one
                 worker.place = _Is.RUNNING
+            self._stopping_since = self._asked_since = now  # they hear of it only now
             return [Again(w.number) for w in finished]
         self.is_over = True
         orders: list[Order] = [Release(w.number, "finished") for w in finished]
@@ -470,7 +472,7 @@ class ElasticMembership:
         here = {worker.name for worker in members}  # a name is that of a place, also of later workers
         self._missed = [(name, how) for name, how in self._missed if name not in here]
         self._news, self._asked, self._has_lost = [], None, False
-        self._stopping_since = self._short_since = self._idle_since = None
+        self._stopping_since = self._short_since = None
         return [Begin(self._generation)]
 
     def _fail(self, text: str) -> list[Order]:
