@@ -93,8 +93,7 @@ class World:
                     for _ in range(count):
                         self.spawn()
                 case End(worker, _):
-                    is_silent = worker in self.frozen or self.silent > self.job.limits.stopping - 1.0
-                    assert is_silent or self.waited > DEADLINE - 1.0
+                    assert worker in self.frozen or self.is_late(self.alive[worker])
                     self.die(worker)
                 case Fail(text):
                     assert self.failure is None
@@ -229,15 +228,11 @@ class World:
                 self.job.ends(process.number, "was ended")
                 self.die(process.number)
 
-    @property
-    def waited(self) -> float:
-        """For how long a member of the generation has waited for the others to stop."""
-        return self.now - self.stopped
-
-    @property
-    def silent(self) -> float:
-        """For how long nothing was heard of the others since."""
-        return self.now - max(self.heard, self.stopped)
+    def is_late(self, process: Process) -> bool:
+        """Whether others have waited for a member, or nothing was heard of any worker, for long."""
+        is_member = process.place in ("running", "finished")
+        silent = self.now - (max(self.heard, self.stopped) if is_member else self.heard)
+        return silent > self.job.limits.stopping - 1.0 or self.now - self.stopped > DEADLINE - 1.0
 
     def check_that_enough_stay(self) -> None:
         """As long as workers may be started in place of others, there are not less than the least."""
