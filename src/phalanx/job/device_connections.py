@@ -73,17 +73,23 @@ def cut_all() -> int:
 
 def tries_to_connect(addresses: Iterable[Address | Sequence[object] | None]) -> bool:
     """Whether this process tries in vain to connect to one of these addresses."""
+    own = {os.fstat(s.fileno()).st_ino for s in _tcp_sockets() if _is_connecting(s)}
+    if not own:  # as mostly; to list all connections of the machine takes milliseconds
+        return False
     wanted = {_address(a) for a in addresses if a is not None}
     tried: set[int] = set()
     for path in _CONNECTIONS:
         with contextlib.suppress(OSError), open(path) as file:
             lines = (line.split() for line in file)
             tried |= {int(w[9]) for w in lines if w[3] == _CONNECTING and _from_hex(w[2]) in wanted}
-    return bool(tried) and any(_inode(s) in tried for s in _tcp_sockets())
+    return bool(own & tried)
 
 
-def _inode(s: socket.socket) -> int:
-    return os.fstat(s.fileno()).st_ino
+def _is_connecting(s: socket.socket) -> bool:
+    """Whether a connection was asked for and is not there yet."""
+    with contextlib.suppress(OSError):
+        return s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == int(_CONNECTING)
+    return False
 
 
 class Gate:

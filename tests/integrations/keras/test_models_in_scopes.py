@@ -115,7 +115,10 @@ def test_two_strategies_take_turns() -> None:
     assert len(moved.weights[0].value.devices()) == 4
 
 
-@pytest.mark.parametrize("name", ["dataset", "generator", "single_batches", "not_compiled"])
+@pytest.mark.parametrize(
+    "name",
+    ["dataset", "generator", "single_batches", pytest.param("not_compiled", marks=pytest.mark.soak)],
+)
 def test_three_replicas_of_central_storage(name: str) -> None:
     expected = cases.run(name)
     with px.CentralStorageStrategy(["CPU:0", "CPU:1", "CPU:2"], "CPU:0").scope():

@@ -53,7 +53,7 @@ def main(folder: Path, plan: str) -> int:
             if deeds.get(f"{number}.gone") == "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if deeds.get(f"{number}.gone") == "compute":
-                compute(2.5)
+                compute(1.6)
             return 143 if answer.why == "left" else 0
         assert isinstance(answer, GenerationEntry)
         print(
@@ -73,7 +73,7 @@ def main(folder: Path, plan: str) -> int:
             wait_for(folder / "waits", age=1.5)
         if deed == "compute":
             wait_for(folder / "lost")
-            compute(2.5)
+            compute(1.6)
         if deed == "cut":  # and what is told next must arrive all the same
             cut_all()
         if deed in ("notice", "cut"):
