@@ -19,6 +19,7 @@ from tests.processes import wait_until
 
 import phalanx as px
 from phalanx.train.checkpoints import directories, files, state
+from phalanx.train.checkpoints.saving_again import save_surely
 from phalanx.train.checkpoints.state import DirectoryState, change_state, read_state
 
 Manager = px.train.CheckpointManager
@@ -171,6 +172,22 @@ def test_a_lock_that_is_held_for_too_long_is_named(
     caplog.clear()
     checkpoint.save(str(tmp_path / "ckpt"))
     assert not caplog.text
+
+
+def test_a_lock_ends_also_where_another_process_has_the_same_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was forked meanwhile, by a loader of data say, keeps it open."""
+    kept: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(state.os, "close", kept.append)
+        change_state(tmp_path, lambda now: now)
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        for descriptor in (other, *kept):
+            os.close(descriptor)
 
 
 # -- what stays for good -----------------------------------------------------------------------------
@@ -465,3 +482,17 @@ def test_a_worker_that_still_writes_does_not_keep_what_is_given_up(
     monkeypatch.setattr(os, "rmdir", meanwhile)
     directories.discard(partial)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_save_that_is_needed_is_not_made_again_when_it_is_there(tmp_path: Path) -> None:
+    """Other workers do not know that a callback has failed here, and would not save with this one."""
+    _, checkpoint = counting()
+    manager = Manager(checkpoint, str(tmp_path), max_to_keep=None)
+
+    def failing() -> None:
+        raise OSError("the bucket is full")
+
+    options = px.train.CheckpointOptions(experimental_write_callbacks=[failing])
+    with pytest.raises(OSError, match="the bucket is full"):
+        save_surely(manager, None, lambda: manager.save(options=options))
+    assert folders(tmp_path) == ["ckpt-1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import phalanx as px
+from phalanx.train.checkpoints import files
 from phalanx.train.checkpoints.checkpoint import open_checkpoint
 
 STATE = "checkpoint"
@@ -41,6 +43,28 @@ def never_loaded(load: Callable[[], Any], w: px.Variable, wanted: Any) -> str:
         return str(error)
     np.testing.assert_array_equal(w, wanted)
     return ""
+
+
+def test_a_checkpoint_that_cannot_be_read_for_now_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program ends, say because it has too many open files, and is started again."""
+    v = px.Variable(0.0)
+    manager = px.train.CheckpointManager(px.train.Checkpoint(v=v), str(tmp_path), max_to_keep=2)
+    for number in (1.0, 2.0):
+        v.assign(number)
+        manager.save()
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "open", refused, raising=False)
+        with pytest.raises(OSError, match="Too many open files"):
+            manager.restore_or_initialize()
+    v.assign(3.0)
+    manager.save()
+    assert [Path(path).name for path in manager.checkpoints] == ["ckpt-2", "ckpt-3"]
 
 
 def test_files_of_weights(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from phalanx.runtime.interrupts import Bell, start
 from phalanx.train.agreed_stop import AgreedStop
 from phalanx.train.checkpoints.checkpoint import Checkpoint
 from phalanx.train.checkpoints.manager import CheckpointManager
-from phalanx.train.checkpoints.saving_again import save_surely
+from phalanx.train.checkpoints.saving_again import save_surely, settle
 from phalanx.train.termination import (
     RESTARTABLE_EXIT_CODE,
     LoopPace,
@@ -258,7 +258,7 @@ class PreemptionCheckpointHandler:
         self._stop.wait_for_answers()
         if self._stop.is_over and not self._is_saved:
             begun = time.monotonic()
-            save_surely(self._manager, self._connection, lambda: self._save(positions, *args, **kwargs))
+            self._save(positions, *args, **kwargs)
             self._is_saved = True
             _log.warning(
                 "Saved %s after %d calls, in %.1f seconds, because of a notice.",
@@ -270,12 +270,16 @@ class PreemptionCheckpointHandler:
             sys.exit(RESTARTABLE_EXIT_CODE) if exit_fn is None else exit_fn()
 
     def _save(self, positions: dict[str, Any] | None, *args: Any, **kwargs: Any) -> None:
-        if self._config.save_fn is not None:
+        manager = self._manager
+        if self._config.save_fn is not None:  # which may not be called twice
+            settle(manager, self._connection)
             self._config.save_fn(*args, **kwargs)
+            manager.sync()
         elif args or kwargs:
-            self._manager.save(*args, **{"check_interval": False, **kwargs})
+            given = {"check_interval": False, **kwargs}
+            save_surely(manager, self._connection, lambda: manager.save(*args, **given))
         else:
-            self._manager.save_at(positions=positions)
+            save_surely(manager, self._connection, lambda: manager.save_at(positions=positions))
 
 
 def _check_cluster(resolver: ClusterResolver | None) -> None:

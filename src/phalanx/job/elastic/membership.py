@@ -10,6 +10,7 @@ There are no sockets, threads or clocks in here: the time is an argument.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -307,11 +308,14 @@ class ElasticMembership:
         assert self._generation is not None
         number = self._generation.number
         finished = self._at(_Is.FINISHED)
-        # If one is lost, those that have finished are needed again, and wait like those that are back.
-        if any(w.generation == number for w in self._at(_Is.WAITING)) or (self._has_lost and finished):
+        has_returned = any(w.generation == number for w in self._at(_Is.WAITING))
+        # If one is lost, those that have finished are needed again, and wait like those that are back:
+        # for the rest of the end, which may take long, but not for one that is frozen.
+        if has_returned or (self._has_lost and finished):
             if self._stopping_since is None:
                 self._stopping_since = now
-            return [order for w in running for order in self._end_if_late(w, now)]
+            longest = self.limits.longest if has_returned else math.inf
+            return [order for w in running for order in self._end_if_late(w, now, longest)]
         members = [*running, *finished]
         leaving = any(w.wants_to_leave for w in members)
         staying = [w for w in members if not w.wants_to_leave]
@@ -341,18 +345,18 @@ class ElasticMembership:
         )
         return [End(worker.number, why) for worker in running]
 
-    def _end_if_late(self, worker: _Worker, now: float) -> list[Order]:
+    def _end_if_late(self, worker: _Worker, now: float, longest: float) -> list[Order]:
         """Others wait at the door for this one: for how long depends on whether its process runs."""
         assert self._stopping_since is not None
         limits, since = self.limits, self._stopping_since
         silent = now - max(since, worker.heard)
-        if worker.ended or (silent < limits.stopping and now - since < limits.longest):
+        if worker.ended or (silent < limits.stopping and now - since < longest):
             return []
         worker.ended = "was ended, because it did not stop with the others"
         why = (
             f"Nothing has been heard of it for {limits.stopping:g} seconds"
             if silent >= limits.stopping
-            else f"It has not done so for {limits.longest:g} seconds, the deadline (PHALANX_DEADLINE)"
+            else f"It has not done so for {longest:g} seconds, the deadline (PHALANX_DEADLINE)"
         )
         return [End(worker.number, f"The others wait for it to stop, as workers come or go. {why}.")]
 

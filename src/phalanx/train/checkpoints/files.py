@@ -8,6 +8,7 @@ changed when everything is safe on the disk.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -41,6 +42,9 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 
 VERSION = 2
+
+_DAMAGES = {"EIO", "EISDIR", "ENODATA", "EBADMSG", "EUCLEAN"}
+"""Errors of reading that come again. After others, such as too many open files, a file may be whole."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +343,8 @@ class Saved:
                 f"The checkpoint was removed while it was read. Received: {shown(str(self.path))}"
             ) from None
         except OSError as error:
+            if errno.errorcode.get(error.errno or 0) not in _DAMAGES:
+                raise
             problem = f"the file {chunk.file!r} cannot be read ({error.strerror})"
             raise self._damaged(name, problem) from error
         if checksum != chunk.checksum:

@@ -43,11 +43,14 @@ def save_surely(
         save: saves by the manager.
     """
     settle(manager, connection)
+    before = manager.latest_checkpoint
     try:
         save()
         manager.sync()
-    except (OSError, PhalanxError) as error:  # on all workers
+    except (OSError, PhalanxError) as error:
         _check(connection)
+        if manager.latest_checkpoint != before:  # it is there; a callback has failed, on this worker
+            raise
         _log.warning("A checkpoint was not saved, and is saved again: %s", error)
         save()
         manager.sync()

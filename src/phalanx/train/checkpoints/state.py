@@ -169,6 +169,8 @@ def _lock_of(folder: Path) -> Iterator[None]:
             pause.wait(0.01)
         yield
     finally:
+        with contextlib.suppress(OSError):  # a process that was forked meanwhile keeps it open
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
