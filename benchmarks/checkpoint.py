@@ -46,7 +46,7 @@ def measure(megabytes: int, variants: Sequence[Variant], rounds: int, versions: 
                 for what in ("save", "restore"):
                     for variant in order:
                         ask(children[variant], variant, what)
-                for what in ("call", "copy", "step", "held"):
+                for what in ("call", "copy", "step", "all", "held"):
                     ask(children[VARIANTS[0]], VARIANTS[0], what)
                 say(f"{megabytes} MB: round {number + 1} of {rounds} is done")
     return times
@@ -65,14 +65,17 @@ def table(megabytes: int, times: Times, variants: Sequence[Variant]) -> str:
 
 
 def held_up(times: Times) -> str:
-    call, step, held, copy = (times["phalanx", what] for what in ("call", "step", "held", "copy"))
-    shown = [f"{1000 * statistics.median(x):.1f} ms" for x in (copy, call, step)]
+    copy, call, step, every, held = (
+        times["phalanx", what] for what in ("copy", "call", "step", "all", "held")
+    )
+    shown = [f"{1000 * statistics.median(x):.1f} ms" for x in (copy, call, step, every)]
     return (
         f"A copy of the state takes {shown[0]}. The call of an asynchronous save takes {shown[1]}: "
-        f"{median_and_spread(ratios(call, copy))} of the copy. The step after it, which shares the "
-        f"cores with the save, is {shown[2]} longer than others: "
-        f"{median_and_spread(ratios(step, copy))}. After the state was only kept, and not saved, it "
-        f"is {median_and_spread(ratios(held, copy))} copies longer."
+        f"{median_and_spread(ratios(call, copy))} of the copy. The step after it is {shown[2]} "
+        f"longer than others: {median_and_spread(ratios(step, copy))}. After the state was only kept, "
+        f"and not saved, it is {median_and_spread(ratios(held, copy))} copies longer. All steps until "
+        f"the save is done, which share the cores with it, are together {shown[3]} longer: "
+        f"{median_and_spread(ratios(every, copy))} copies."
     )
 
 
@@ -91,7 +94,7 @@ the system's cache. Phalanx computes and verifies checksums. Medians over {round
 libraries took turns, each in a process of its own.
 
 Nothing is copied when an asynchronous save begins: the next step writes to new memory instead of
-overwriting what is being saved.
+overwriting what is being saved. The save begins a moment later, when that step is over.
 
 {harness.circumstances(versions)}
 

@@ -18,7 +18,7 @@ import pytest
 from tests.processes import wait_until
 
 import phalanx as px
-from phalanx.train.checkpoints import directories, files, state
+from phalanx.train.checkpoints import directories, files, saving, state
 from phalanx.train.checkpoints.saving_again import save_surely
 from phalanx.train.checkpoints.state import DirectoryState, change_state, read_state
 
@@ -302,6 +302,24 @@ def test_a_save_whose_thread_does_not_start_is_over(
     path = checkpoint.write(str(tmp_path / "x"), IN_BACKGROUND)
     checkpoint.sync()
     assert px.train.load_variable(path, "v") == 5
+
+
+def test_a_save_that_a_program_waits_for_begins_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it leaves the processors to the next step for a moment."""
+    _, checkpoint = counting()
+    monkeypatch.setattr(saving, "_PAUSE_PER_BYTE", 1e6)
+    monkeypatch.setattr(saving, "_LONGEST_PAUSE", 1e6)
+    checkpoint.write(str(tmp_path / "x"), IN_BACKGROUND)
+    thread = threading.Thread(target=checkpoint.sync, daemon=True)
+    thread.start()
+    try:
+        thread.join(20)
+        assert not thread.is_alive()
+    finally:
+        checkpoint._saver._hurry.ring()
+    assert folders(tmp_path) == ["x"]
 
 
 def test_all_threads_that_wait_for_a_save_see_its_end(

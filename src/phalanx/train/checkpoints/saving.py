@@ -33,6 +33,9 @@ __all__ = ["Order", "Saver"]
 
 _log = logging.getLogger("phalanx")
 
+_PAUSE_PER_BYTE = 2.5e-10  # seconds before a save in the background begins, some times those of a copy
+_LONGEST_PAUSE = 0.25
+
 
 @dataclass(frozen=True)
 class Order:
@@ -63,7 +66,7 @@ class Saver:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._is_over = True
-        self._bell = Bell()
+        self._bell, self._hurry = Bell(), Bell()
         self._error: BaseException | None = None
 
     def save(self, order: Order) -> None:
@@ -75,7 +78,7 @@ class Saver:
             return
         # No daemon, so that the end of the program waits for the checkpoint.
         thread = threading.Thread(target=self._run, args=(order,), name="phalanx-checkpoint")
-        self._thread, self._is_over = thread, False
+        self._thread, self._is_over, self._hurry = thread, False, Bell()
         try:
             start(thread)
         finally:
@@ -84,6 +87,8 @@ class Saver:
 
     def _run(self, order: Order) -> None:
         lower_priority()
+        # The next step takes new memory in place of what is saved, and takes longest for that.
+        self._hurry.wait(min(order.contents.size * _PAUSE_PER_BYTE, _LONGEST_PAUSE))
         try:
             _perform(order)
         except BaseException as error:  # noqa: BLE001 - the thread that trains is told
@@ -108,6 +113,7 @@ class Saver:
         if self._thread is threading.current_thread():  # a callback of a checkpoint that is complete
             return
         # Not by joining the thread: Python takes it for ended if Ctrl-C ends the join.
+        self._hurry.ring()
         while self.is_saving:
             self._bell.wait(1.0)
         self._bell.ring()  # another thread may wait, too
